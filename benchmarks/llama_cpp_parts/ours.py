@@ -46,7 +46,7 @@ class Ours:
 
     def render(self, questions: list[str]) -> dict[str, Any]:
         """Text that each turn of a chat adds to the history, from the end of the reply before to the next reply."""
-        from radixkv.engine.input_processor import rendered, today
+        from radixkv.engine.chat_prompts import rendered, today
 
         messages: list[dict[str, str]] = []
         for question in questions:

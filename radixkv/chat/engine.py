@@ -19,8 +19,9 @@ from radixkv.chat.session import ChatSession
 from radixkv.chat.template import ChatTemplate
 from radixkv.engine import CompressedPrefix, RequestEngine, Run
 from radixkv.engine.chat_messages import check_messages
+from radixkv.engine.chat_prompts import template_text
 from radixkv.engine.engine import explained_methods
-from radixkv.engine.input_processor import is_chat, template_text
+from radixkv.engine.input_processor import is_chat
 from radixkv.errors import EngineError, InvalidInput
 
 _log = logging.getLogger(__name__)

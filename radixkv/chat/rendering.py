@@ -22,7 +22,7 @@ from radixkv.chat.generic_tools import with_tools_in_text
 from radixkv.chat.messages import Message
 from radixkv.chat.template_arguments import Arguments, arguments_key
 from radixkv.engine.chat_messages import check_messages, rendered_with_text
-from radixkv.engine.input_processor import ControlTokens, check_date, rendered, template_source, template_text, today
+from radixkv.engine.chat_prompts import ControlTokens, check_date, rendered, template_source, template_text, today
 from radixkv.errors import ChatError, InvalidInput
 
 _PIECE = 1 << 14  # characters that are encoded at a time

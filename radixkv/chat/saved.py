@@ -24,7 +24,8 @@ from radixkv.chat.calls.tools import too_deep
 from radixkv.chat.calls.values import DEEPEST
 from radixkv.chat.history_mode import HistoryMode
 from radixkv.chat.messages import Message, ToolCall
-from radixkv.engine.input_processor import check_date, checked_ids
+from radixkv.engine.chat_prompts import check_date
+from radixkv.engine.input_processor import checked_ids
 from radixkv.errors import ChatError, InvalidInput
 from radixkv.settings.kinds import is_int
 

@@ -3,15 +3,20 @@
 Read in this order:
 
 engine.py           RequestEngine, the public methods; connects the parts
-input_processor.py  arguments of a call to requests: prompts, chat messages, control tokens, template date
+assembly.py         makes the parts that follow from model and settings
+input_processor.py  arguments of a call to requests
+chat_prompts.py     prompts of chat messages: template, control tokens, date
 engine_thread.py    the thread that owns cache and model, and the client that posts calls to it
-core.py             schedule, transfer, forward, sample, commit; overlap of two steps on a GPU
+core.py             schedule, transfer, forward, commit, sample, finish
+steps.py            finish steps one after the other, or overlapped; publish KV at once or late
+forward.py          what a core needs of a model
 scheduler.py        the tokens of the next step
 transfers.py        copies before the forward: offloads to host memory and loads
 wait_queue.py       the order of waiting requests; requests that wait for a shared prefix
 admission.py        how many blocks a request needs, and which request is preempted
 reuse_policy.py     which cached tokens a request uses and publishes; deterministic or not
 request.py          a request and its streams, and how a stream gets its next token
+request_facts.py    what scheduler and reports note of a request
 constrained.py      the continuation of a stream whose text follows a grammar
 beams.py            the same for the beams of a search
 text_stream.py      the text of a stream, and its stop strings
@@ -35,7 +40,7 @@ from radixkv.engine.async_engine import AsyncHandle, AsyncRequestEngine
 from radixkv.engine.compressed import CompressedPrefix
 from radixkv.engine.engine import RequestEngine
 from radixkv.engine.output import Chunk, Completion, Handle, Usage, Warmed
-from radixkv.engine.request import Origin
+from radixkv.engine.request_facts import Origin
 from radixkv.engine.runs import Run
 from radixkv.engine.score_batch import Score
 from radixkv.engine.stats import AuditReport, Difference, EngineStats

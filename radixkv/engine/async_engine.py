@@ -23,7 +23,8 @@ from radixkv.engine.compressed import CompressedPrefix, Conversation
 from radixkv.engine.engine import NOT_COPIED, RequestEngine, explained_methods
 from radixkv.engine.input_processor import EncodedPrompt, Params, Prompt
 from radixkv.engine.output import Chunk, Completion, Handle, Warmed
-from radixkv.engine.request import NO_ORIGIN, Origin, Request
+from radixkv.engine.request import Request
+from radixkv.engine.request_facts import NO_ORIGIN, Origin
 from radixkv.engine.runs import Run
 from radixkv.engine.score_batch import Continuation, Score, ScoreBatch
 from radixkv.engine.stats import AuditReport, EngineStats

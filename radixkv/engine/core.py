@@ -43,15 +43,25 @@ from radixkv.device import refuse_fatal
 from radixkv.engine.draft_length import DraftLength, RowCosts
 from radixkv.engine.drafts import source_of
 from radixkv.engine.draws import Draws, LastRows, RowSource, TokenTimes, begin_chunk_scores, take_chunk_scores
-from radixkv.engine.fault_isolation import AfterStep, Halves, OwnForwards, Parts, failure
+from radixkv.engine.fault_isolation import OwnForwards, Parts, failure
 from radixkv.engine.forward import BackgroundTask, Forward
 from radixkv.engine.observers import EngineObserver
-from radixkv.engine.publishing import ChunkCounts, Flight, PublishAtOnce, Publishing, PublishLate
 from radixkv.engine.request import Request, TokenIds
 from radixkv.engine.reuse_policy import NO_LOADS, reuse_policy
-from radixkv.engine.scheduler import Plan, Scheduler, Work
+from radixkv.engine.scheduler import Scheduler, Work
 from radixkv.engine.speculation import MOST, Speculation
 from radixkv.engine.stats import Counters
+from radixkv.engine.steps import (
+    AfterStep,
+    ChunkCounts,
+    Flight,
+    Halves,
+    OverlappedSteps,
+    PublishAtOnce,
+    Publishing,
+    PublishLate,
+    Steps,
+)
 from radixkv.engine.transfers import HostTransfer, Records, StateTransfer, Transfer, load_limits
 from radixkv.errors import EngineError, RequestCancelled, RequestTimedOut
 from radixkv.models.loaded import SequenceInput
@@ -68,54 +78,27 @@ class Deadlines:
     """The requests that have one, in a heap; requests that ended are skipped, and dropped when the heap has doubled."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Request]] = []
+        self.heap: list[tuple[float, int, Request]] = []
         self._most = 4
 
-    def __len__(self) -> int:
-        return len(self._heap)
+    def add(self, request: Request, deadline: float) -> None:
+        """Add a request. O(log deadlines), amortised."""
+        if len(self.heap) >= self._most:
+            self.heap = [each for each in self.heap if not each[2].channel.ended]
+            heapq.heapify(self.heap)
+            self._most = 2 * len(self.heap) + 4
+        heapq.heappush(self.heap, (deadline, request.scheduling.number, request))
 
-    def add(self, request: Request) -> None:
-        """Add a request, if it has a deadline. O(log deadlines), amortised."""
-        if request.deadline is None:
-            return
-        if len(self._heap) >= self._most:
-            self._heap = [each for each in self._heap if not each[2].channel.ended]
-            heapq.heapify(self._heap)
-            self._most = 2 * len(self._heap) + 4
-        heapq.heappush(self._heap, (request.deadline, request.scheduling.number, request))
-
-    def due_in(self) -> float | None:
-        """Return the seconds until the next deadline, None if there is none."""
-        return max(self._heap[0][0] - time.perf_counter(), 0.0) if self._heap else None
+    def due_in(self) -> float:
+        """Return the seconds until the first deadline."""
+        return max(self.heap[0][0] - time.perf_counter(), 0.0)
 
     def overdue(self) -> Iterator[Request]:
         """Yield the requests whose deadline has passed, and forget these and the first ones that ended."""
-        while self._heap and (self._heap[0][0] <= time.perf_counter() or self._heap[0][2].channel.ended):
-            request = heapq.heappop(self._heap)[2]
+        while self.heap and (self.heap[0][0] <= time.perf_counter() or self.heap[0][2].channel.ended):
+            request = heapq.heappop(self.heap)[2]
             if not request.channel.ended:
                 yield request
-
-
-class Steps:
-    """Steps that are finished before the next one is scheduled: depth 0."""
-
-    flight: Flight | None = None  # the step that was launched and is not finished
-
-    def push(self, launched: list[Flight]) -> list[Flight]:
-        """Add a step in one or several parts; returns the ones to finish now."""
-        return launched
-
-
-class OverlappedSteps:
-    """Steps that are finished after the next one was launched: depth 1. A step in several parts is finished at once."""
-
-    flight: Flight | None = None
-
-    def push(self, launched: list[Flight]) -> list[Flight]:
-        """Add a step; returns the preceding one, and the parts of this one if there are several."""
-        before, whole = self.flight, len(launched) == 1 and len(launched[0].draws) == 1
-        self.flight = launched[0] if whole else None
-        return ([] if before is None else [before]) + ([] if whole else launched)
 
 
 class Core:
@@ -217,7 +200,7 @@ class Core:
         if any(not each.channel.paused for each in chain(self.scheduler.running, self.scheduler.waiting.unheld())):
             return 0.0
         waits = [task.due_in(busy=self.busy) for task in self.background]
-        if self.busy:
+        if self.deadlines.heap and self.busy:
             waits.append(self.deadlines.due_in())
         return min((wait for wait in waits if wait is not None), default=None)
 
@@ -226,7 +209,8 @@ class Core:
         self.scheduler.add(request)
         for observer in self.observers:
             observer.added(request)
-        self.deadlines.add(request)
+        if request.deadline is not None:
+            self.deadlines.add(request, request.deadline)
         if self.refusal is not None:
             self.end(request, self.refusal)
 
@@ -328,13 +312,13 @@ class Core:
         """
         begun, work, launched = time.perf_counter(), list[Work](), list[Flight]()
         try:
-            for request in self.deadlines.overdue():
-                self._end_overdue(request)
+            if self.deadlines.heap:
+                self._end_overdue()
             work = self._schedule()
             computed = self._transfer(work)
             masks = self._draws.masks(computed)
             for part, logits in self._forwards.run(computed, self._forward) if computed else ():
-                self._commit(part, logits)
+                self._publishing.commit(part, logits)
                 launched.append(self._sample(part, logits, masks))
         except Exception as error:
             refuse_fatal(error)
@@ -359,12 +343,13 @@ class Core:
     def _schedule(self) -> list[Work]:
         """Admit requests and plan their tokens; finish the step in flight first if the plan cannot do without it."""
         plan = self.scheduler.schedule(overlaps=self._steps.flight is not None)
-        self._end_refused(plan)
-        if plan.needs_results:
+        while True:
+            for request, error in plan.refused:
+                self.end(request, error)
+            if not plan.needs_results:
+                return plan.work
             self.finish_step()
             plan = self.scheduler.go_on()
-            self._end_refused(plan)
-        return plan.work
 
     def _transfer(self, work: list[Work]) -> list[Work]:
         """Copy recurrent states, offload and load KV, and draft tokens; returns the work that is left to compute."""
@@ -382,17 +367,14 @@ class Core:
             ((rows, pending),) = flight.draws
             places = {stream: place for place, (_, stream, *_) in enumerate(rows)}
             chunks = [sequence_input(each, places[each.stream] if each.relayed else -1) for each in work]
-            return self.runner.run(chunks, copies, pending.tokens)
-        for each in relayed:  # the step that sampled them has finished
-            each.tokens[0] = each.stream.tokens[each.start]
-        return self.runner.run([sequence_input(each) for each in work], copies)
-
-    def _commit(self, work: list[Work], logits: Tensor) -> None:
-        """Make computed tokens matchable, now or once they are known to be finite."""
-        wanted = sum(each.rows for each in work)
-        if len(logits) != wanted:
+            logits = self.runner.run(chunks, copies, pending.tokens)
+        else:
+            for each in relayed:  # the step that sampled them has finished
+                each.tokens[0] = each.stream.tokens[each.start]
+            logits = self.runner.run([sequence_input(each) for each in work], copies)
+        if len(logits) != (wanted := sum(each.rows for each in work)):
             raise ValueError(f"a forward of {len(work)} chunks returned {len(logits)} rows of logits, not {wanted}")
-        self._publishing.commit(work, logits)
+        return logits
 
     def _sample(self, work: list[Work], logits: Tensor, masks: StepMasks | None) -> Flight:
         """Start to score the prompts of the step and to draw the next tokens."""
@@ -404,13 +386,12 @@ class Core:
         ended = self.scheduler.closing[:]
         try:
             results = [(rows, pending.result()) for rows, pending in flight.draws]
-            self._publishing.publish(flight)
+            self._publishing.publish(flight, results)
             if flight.scores:
                 kept = self._reuse.kept_scores
                 self.counters.scored_tokens += take_chunk_scores(flight.scores, kept, self._fail_alone)
             for rows, sampled in results:
                 self._draws.accept(rows, sampled)
-                self._publishing.resolve(rows, sampled.tokens)
             self._rows.verify(flight.work)
             requests = {each.stream.request: None for each in flight.work}
             for request in requests:
@@ -474,14 +455,11 @@ class Core:
             request.channel.fail(error)
             self._announce_end(request, error)
 
-    def _end_refused(self, plan: Plan) -> None:
-        for request, error in plan.refused:
-            self.end(request, error)
-
-    def _end_overdue(self, request: Request) -> None:
-        """End a request whose deadline has passed."""
-        waited = time.perf_counter() - request.submitted
-        self.cancel(request, RequestTimedOut(f"the request did not finish in time: {waited:.3g} s have passed"))
+    def _end_overdue(self) -> None:
+        """End the requests whose deadline has passed."""
+        for request in self.deadlines.overdue():
+            waited = time.perf_counter() - request.submitted
+            self.cancel(request, RequestTimedOut(f"the request did not finish in time: {waited:.3g} s have passed"))
 
     def _preempt(self, request: Request) -> None:
         """Preempt a request, unless it ends with the step in flight."""

@@ -161,15 +161,15 @@ class DiskStage(EngineObserver, Records):
             self._read_for_audit = HostRun(text, len(text) - gained, wait.namespace)
         self._core.counters.disk_tokens += gained
         for request in wait.requests:
-            request.scheduling.disk_tokens += gained
-            request.scheduling.disk_reads += 1
+            request.reported.disk_tokens += gained
+            request.reported.disk_reads += 1
             self._release(request)
-            if arrived == len(wait.blocks) and request.scheduling.disk_reads < _ROUNDS:
+            if arrived == len(wait.blocks) and request.reported.disk_reads < _ROUNDS:
                 self._consider(request)
 
     def _release_all(self, wait: _Wait) -> None:
         for request in wait.requests:
-            request.scheduling.disk_reads += 1
+            request.reported.disk_reads += 1
             self._release(request)
         wait.requests.clear()
 

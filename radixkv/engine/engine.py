@@ -10,8 +10,6 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-import secrets
-import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
@@ -21,11 +19,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack
 
 from radixkv.argument_names import explain, refuse_unknown
 from radixkv.cache import Explanation, PrefixCache
-from radixkv.cache.recurrent import Spacing
 from radixkv.config import EngineConfig, EngineConfigFields
 from radixkv.device import device_of
-from radixkv.disk import SCRATCH
-from radixkv.engine.audit import Auditor, piece_tokens
+from radixkv.engine.assembly import build, facts_of
+from radixkv.engine.audit import Auditor
 from radixkv.engine.compressed import CompressedPrefix, CompressedPrefixes, Conversation
 from radixkv.engine.core import Core
 from radixkv.engine.engine_thread import CoreClient, EngineThread
@@ -36,21 +33,18 @@ from radixkv.engine.observers import monitoring
 from radixkv.engine.observers.trace_writer import TraceWriter, check_path
 from radixkv.engine.observers.what_if import WhatIfThread
 from radixkv.engine.output import Completion, Handle, Warmed
-from radixkv.engine.request import NO_ORIGIN, Origin, Request
+from radixkv.engine.request import Request
+from radixkv.engine.request_facts import NO_ORIGIN, Origin
 from radixkv.engine.runs import Run, RunExchange
 from radixkv.engine.score_batch import Continuation, Score, ScoreBatch
-from radixkv.engine.speculation import speculating
 from radixkv.engine.stats import AuditReport, EngineStats
 from radixkv.errors import InvalidInput
 from radixkv.models.sampling_backend import sampler_of
 from radixkv.models.weights.fixed import FIXED_WEIGHTS, NO_WEIGHTS, State, Weights
 from radixkv.sampling.params import SamplingParams
-from radixkv.sizing.kv_size import DRAFT_TOKENS, size_text
-from radixkv.sizing.memory import PoolSize, pool_size, trim
-from radixkv.telemetry.records import EngineFacts
+from radixkv.sizing.memory import trim
 from radixkv.telemetry.tree_view import ALL, TreeView
 from radixkv.telemetry.what_if import WhatIfReport
-from radixkv.version import __version__
 
 if TYPE_CHECKING:
     from radixkv.models.adapter import LoadedModel
@@ -130,7 +124,7 @@ class RequestEngine:
         pool_tokens = cache.num_blocks * cache.block_size
         self._pool = f"{cache.num_blocks} blocks of {cache.block_size} tokens"
         decode = _decoder(model) if config.expose_text else None
-        facts = _facts(model, cache, config, bytes_per_block, exposes_text=decode is not None)
+        facts = facts_of(model, cache, config, bytes_per_block, exposes_text=decode is not None)
         inputs = InputProcessor(
             model, pool_tokens, config.seed, core.admission, namespaces, config.logits_processors,
             prefixes=CompressedPrefixes(core, bytes_per_block, facts.engine),
@@ -188,36 +182,10 @@ class RequestEngine:
     @classmethod
     def _load_by(cls, transport: Transport, model: Any, tokenizer: Any | None, config: EngineConfig) -> Self:
         """Load a model by its transport, and put an engine together."""
-        loaded = transport.load(
-            model,
-            tokenizer=tokenizer,
-            compile=config.compile,
-            deterministic=config.deterministic,
-            dtype=config.dtype,
-            attention=config.attention,
-            weights=config.weights,
-            revision=config.revision,
-            trust_remote_code=config.trust_remote_code,
-            model_code=config.model_code,
-            verify=config.verify,
-            kv_dtype=config.kv_dtype,
-        )
-        config = speculating(loaded, config)
-        size = _pool_size(transport, loaded, config)
-        config, cache = _cache(loaded, config, size)
-        runner, weights = transport.build(
-            loaded,
-            (config.max_sequences, config.max_batch_tokens),
-            num_blocks=size.num_blocks,
-            block_size=config.block_size,
-            deterministic=config.deterministic,
-            recheck_tokens=config.prefill_chunk if config.deterministic else piece_tokens(config.block_size),
-            state_slots=cache.stats().state_rows + cache.stats().state_slots,
-            host_blocks=size.host_blocks and size.host_blocks + SCRATCH * (config.disk_cache is not None),
-            host_states=size.host_snapshots,
-        )
-        bytes_per_block = loaded.bytes_per_token * config.block_size
-        engine = cls(loaded, runner, cache, config, bytes_per_block=bytes_per_block, weights=weights)
+        parts = build(transport, model, tokenizer, config)
+        loaded, runner, config = parts.model, parts.runner, parts.config
+        size = loaded.bytes_per_token * config.block_size
+        engine = cls(loaded, runner, parts.cache, config, bytes_per_block=size, weights=parts.weights)
         try:
             if config.disk_cache is not None:
                 from radixkv.engine.disk_cache import connect
@@ -549,94 +517,7 @@ def _decoder(model: LoadedModel) -> Callable[[list[int]], str] | None:
     return None if tokenizer is None else lambda ids: str(tokenizer.decode(ids))
 
 
-def _facts(
-    model: LoadedModel, cache: PrefixCache, config: EngineConfig, bytes_per_block: int, *, exposes_text: bool
-) -> EngineFacts:
-    return EngineFacts(
-        engine=secrets.token_hex(8),
-        pid=os.getpid(),
-        started=time.time(),
-        version=__version__,
-        model=model.name,
-        device=str(model.device),
-        dtype=str(model.dtype).removeprefix("torch."),
-        attention=model.attention,
-        eviction=cache.eviction,
-        num_blocks=cache.num_blocks,
-        block_size=cache.block_size,
-        bytes_per_block=bytes_per_block,
-        max_length=model.max_length,
-        max_sequences=config.max_sequences,
-        max_batch_tokens=config.max_batch_tokens,
-        prefill_chunk=config.prefill_chunk,
-        exposes_text=exposes_text,
-        host_blocks=cache.stats().host_blocks,
-        kv_dtype=model.kv_dtype,
-        tensor_parallel=config.tensor_parallel,
-    )
-
-
 def _shown(handles: list[Handle]) -> Any:
     from rich.progress import track
 
     return track(handles, description="generate")
-
-
-def _pool_size(transport: Transport, loaded: LoadedModel, config: EngineConfig) -> PoolSize:
-    """Return the size of the pool, of the states and of the host memory."""
-    reserved = 0
-    if config.kv_memory == "auto" and (config.num_blocks is None or loaded.state):
-        reserved = transport.step_memory(
-            loaded,
-            block_size=config.block_size,
-            max_batch_tokens=config.max_batch_tokens,
-            max_sequences=config.max_sequences,
-            prefill_chunk=config.prefill_chunk,
-        )
-    return pool_size(
-        config.kv_memory,
-        str(loaded.device),
-        bytes_per_block=loaded.bytes_per_token * config.block_size,
-        num_blocks=config.num_blocks,
-        bytes_per_state=loaded.state_bytes,
-        max_sequences=config.max_sequences,
-        state_memory=config.state_memory,
-        host_memory=config.host_memory if config.prefix_cache else None,
-        reserved=reserved,
-        disk=config.disk_cache is not None,
-    )
-
-
-def _cache(loaded: LoadedModel, config: EngineConfig, size: PoolSize) -> tuple[EngineConfig, PrefixCache]:
-    """Return the cache of a pool, and the settings; a model with recurrent state runs as many sequences as it has rows.
-
-    Snapshots of a deterministic engine lie on its chunk grid.
-    """
-    slots = size.slots
-    if loaded.kv_dtype != "auto" and config.prefix_cache and not config.deterministic:
-        _log.warning(
-            "%s: with kv_dtype=%r a hit may change an answer, as KV computed in other chunks may round otherwise; "
-            "deterministic=True prevents that", loaded.name, loaded.kv_dtype,
-        )  # fmt: skip
-    if not loaded.state and config.state_memory != "auto":
-        _log.warning("%s: state_memory has no effect: the model has no recurrent state", loaded.name)
-    if config.host_memory is not None and not config.prefix_cache:
-        _log.warning("%s: host_memory has no effect: prefix_cache=False, so nothing would be loaded", loaded.name)
-    if loaded.state and slots.rows < config.max_sequences:
-        _log.warning(
-            "%s: %d sequences run at once instead of %d: each takes a recurrent state of %s; set state_memory, "
-            "or more kv_memory, for more", loaded.name, slots.rows, config.max_sequences, size_text(loaded.state_bytes),
-        )  # fmt: skip
-        config = replace(config, max_sequences=slots.rows)
-    cache = PrefixCache(
-        size.num_blocks,
-        config.block_size,
-        config.eviction,
-        host_blocks=size.host_blocks,
-        state_rows=slots.rows,
-        state_snapshots=slots.snapshots if config.prefix_cache else 0,
-        host_snapshots=size.host_snapshots,
-        state_spacing=Spacing(grid=config.prefill_chunk) if config.deterministic else None,
-        draft_tokens=DRAFT_TOKENS if config.speculate == "tree" else 0,
-    )
-    return config, cache

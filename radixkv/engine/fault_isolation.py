@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable, Sized
-from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 from radixkv.device import refuse_fatal
@@ -28,7 +27,6 @@ _log = logging.getLogger(__name__)
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Fail: TypeAlias = "Callable[[Request, Exception], None]"
-FinishStep: TypeAlias = Callable[[], object]
 
 
 class StreamChunk(Protocol):
@@ -114,83 +112,6 @@ class Parts(Protocol):
     ) -> list[tuple[list[Item], Result]]:
         """Run a draw, perhaps of no rows."""
         ...
-
-
-class Halves:
-    """Repeats a call that raised on each half of its items, and so on, if steps do not overlap."""
-
-    def __init__(self, fail: Fail) -> None:
-        """`fail` ends the request of an item that raises alone."""
-        self._fail = fail
-
-    def run(
-        self,
-        items: list[Item],
-        call: Callable[[list[Item]], Result],
-        owner: Callable[[Item], Stream] = attrgetter("stream"),
-    ) -> list[tuple[list[Item], Result]]:
-        """See Parts. Costs 2 log n calls of falling size for each item that fails."""
-        try:
-            return [(items, call(items))]
-        except Exception as error:
-            refuse_fatal(error)
-            if len(items) == 1:
-                self._fail(owner(items[0]).request, error)
-                return []
-            _log.warning("a step of %d parts raised %r: trying its halves", len(items), error)
-            release_tensors(error)
-        middle = len(items) // 2
-        results: list[tuple[list[Item], Result]] = []
-        for half in (items[:middle], items[middle:]):
-            live = [item for item in half if not is_over(owner(item))]
-            results += self.run(live, call, owner) if live else []
-        return results
-
-    def draw(
-        self, rows: list[Item], call: Callable[[list[Item]], Result], owner: Callable[[Item], Stream]
-    ) -> list[tuple[list[Item], Result]]:
-        """Run a draw if there are rows."""
-        return self.run(rows, call, owner) if rows else []
-
-
-class AfterStep:
-    """Finishes the step in flight before a call that raised is tried again, first on all items."""
-
-    def __init__(self, finish_step: FinishStep, fail: Fail) -> None:
-        """`finish_step` takes the results of the step in flight."""
-        self._finish_step, self._halves = finish_step, Halves(fail)
-
-    def run(
-        self,
-        items: list[Item],
-        call: Callable[[list[Item]], Result],
-        owner: Callable[[Item], Stream] = attrgetter("stream"),
-    ) -> list[tuple[list[Item], Result]]:
-        """See Parts."""
-        try:
-            return [(items, call(items))]
-        except Exception as error:
-            self._recover(error)
-        live = [item for item in items if not is_over(owner(item))]
-        return self._halves.run(live, call, owner) if live else []
-
-    def draw(
-        self, rows: list[Item], call: Callable[[list[Item]], Result], owner: Callable[[Item], Stream]
-    ) -> list[tuple[list[Item], Result]]:
-        """Run a draw; without rows, too, as it finds the rows of logits that are finite."""
-        if rows and (found := self.run(rows, call, owner)):
-            return found
-        try:
-            return [([], call([]))]
-        except Exception as error:
-            self._recover(error)
-        return [([], call([]))]
-
-    def _recover(self, error: Exception) -> None:
-        refuse_fatal(error)
-        _log.warning("a part of a step raised %r: trying it again after the preceding step", error)
-        release_tensors(error)
-        self._finish_step()
 
 
 def is_over(stream: Stream) -> bool:

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from radixkv.cache import Explanation, Hint, Sequence
+from radixkv.cache import Hint, Sequence
 from radixkv.engine.output import Chunk, Completion, FinishReason, OutputChannel, Usage
+from radixkv.engine.request_facts import NO_ORIGIN, WHOLE, Origin, PromptParts, Reported, Scheduling, StreamTimes
 from radixkv.engine.scores import NO_SCORES, Scores
 from radixkv.engine.text_stream import Decode, TextStream
 from radixkv.errors import PrefixGone
@@ -182,42 +183,6 @@ class Samples:
 ONE_SAMPLE = Samples()
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """The names that the sender gave a request, for observers: the id of an API request, a tenant, and a label.
-
-    `session` is the number of its conversation. `changed_part` is the first part of the prompt that differs from an
-    earlier prompt of the conversation, and `changed_rule` the rule that it breaks.
-    """
-
-    request_id: str | None = None
-    tenant: str | None = None
-    label: str | None = None
-    session: int | None = None
-    changed_part: str | None = None
-    changed_rule: str | None = None
-
-
-NO_ORIGIN = Origin()
-
-
-class PromptParts(NamedTuple):
-    """The parts of a prompt: lengths in tokens, 0 if there is no such part.
-
-    `reply_start` is the length of the part that a later turn of the conversation repeats for sure: up to the end of the
-    last message before the reply. The first `slots` ids stand for a compressed prefix, which has `offset` tokens
-    more; `gone` is the error's text if it is not cached.
-    """
-
-    reply_start: int = 0
-    slots: int = 0
-    offset: int = 0
-    gone: str = ""
-
-
-WHOLE = PromptParts()
-
-
 @dataclass(eq=False)
 class Request:
     """One submitted prompt. It waits while it has no streams, and runs until all of them have finished.
@@ -227,7 +192,8 @@ class Request:
     `deadline` is in seconds of time.perf_counter. `parts` are lengths in the prompt. `replies` says how many streams
     continue the prompt, and how. `scores` are the scores of the prompt's tokens.
 
-    `origin` names its sender, for observers. `scheduling` is what the engine records of it.
+    `origin` names its sender, for observers. `scheduling` is set by the scheduler, `queued` by the wait queue, and
+    `reported` is what only reports read.
     """
 
     prompt: TokenIds
@@ -246,7 +212,9 @@ class Request:
     parts: PromptParts = WHOLE
     replies: Replies = field(default_factory=Samples)
     scores: Scores = NO_SCORES
-    scheduling: Scheduling = field(default_factory=lambda: Scheduling())
+    scheduling: Scheduling = field(default_factory=Scheduling)
+    queued: Queued = field(default_factory=lambda: Queued())
+    reported: Reported = field(default_factory=Reported)
 
     @property
     def session(self) -> int | None:
@@ -293,7 +261,7 @@ class Request:
             self.live[0].resume(sequence)
         else:
             self.streams.append(Stream(self, 0, sequence, self.replies.continuation))
-            self.scheduling.started_at = time.perf_counter()
+            self.reported.started_at = time.perf_counter()
 
     def fork(self, continuation: Continuation) -> None:
         """Add a stream on a fork of the first one's sequence. O(blocks)."""
@@ -306,34 +274,13 @@ class Request:
 
 
 @dataclass(slots=True)
-class Scheduling:
-    """What scheduler, core and observers record of a request.
+class Queued:
+    """The facts that the wait queue keeps of a request, also while it runs."""
 
-    `number` is its arrival and `admitted` its last admission, counted from 1. `overtaken_at` is the time at which a
-    later request was first admitted before it. `prefix_wait` is its wait for a
-    shared prefix, `waited_enough` means that it waits for none any more, and `coalesced` that it hit more after a wait.
-    `guaranteed` means that all blocks that it may need were promised to it. `publish_late` means that it publishes
-    nothing until a stream ends, which takes no block beyond its own. `counted` means that its prompt is in the engine's
-    counters. `started_at` is the time of its first admission. `miss` explains why it did not hit all. `disk_reads`
-    counts the reads that it waited for, and `disk_tokens` the tokens that they brought into host memory. `group` takes
-    turns with others.
-    """
-
-    number: int = 0
-    admitted: int = 0
-    overtaken_at: float = inf
-    preemptions: int = 0
-    prefix_wait: PrefixWait | None = None
-    waited_enough: bool = False
-    coalesced: bool = False
-    guaranteed: bool = False
-    publish_late: bool = False
-    counted: bool = False
-    started_at: float | None = None
-    miss: Explanation | None = None
-    disk_reads: int = 0
-    disk_tokens: int = 0
-    group: Group = field(default_factory=Group)
+    group: Group = field(default_factory=Group)  # that takes turns with others
+    overtaken_at: float = inf  # when a later request was first admitted before it
+    prefix_wait: PrefixWait | None = None  # the wait for a shared prefix
+    waited_enough: bool = False  # it waits for no prefix any more
 
 
 @dataclass(frozen=True)
@@ -471,7 +418,7 @@ class Stream:
             preemptions=request.scheduling.preemptions,
             recomputed_tokens=counts.recomputed_tokens,
             host_tokens=counts.host_tokens,
-            disk_tokens=request.scheduling.disk_tokens,
+            disk_tokens=request.reported.disk_tokens,
             **counts.drafts,
         )
         logprobs = tuple(self.logprobs) if self.logprobs else None
@@ -486,18 +433,6 @@ class Stream:
             stop_text=text.stopped_by,
             prompt_logprobs=request.scores.logprobs,
         )
-
-
-@dataclass(slots=True)
-class StreamTimes:
-    """When a stream got its first and its last token, and when it finished, in seconds of time.perf_counter.
-
-    `TokenTimes` counts `last_token`.
-    """
-
-    first_token: float | None = None
-    last_token: float | None = None
-    finished: float | None = None
 
 
 _NO_DRAFTS: Mapping[str, int] = MappingProxyType({})

@@ -130,10 +130,10 @@ class Scheduler:
         """Take out a request, waiting or running, and free its blocks."""
         if request in self.running:
             self.running.remove(request)
-            self.waiting.turns.leave(request.scheduling.group)
+            self.waiting.turns.leave(request.queued.group)
         elif request in self.waiting:
             self.waiting.remove(request)
-            self.waiting.turns.leave(request.scheduling.group)
+            self.waiting.turns.leave(request.queued.group)
         for stream in request.streams:
             if stream not in self.closing:
                 if self._planned:
@@ -153,7 +153,7 @@ class Scheduler:
             return "running streams"
         first = self.waiting.first(self.running)
         if first is not head:
-            same = first is not None and first.scheduling.group is head.scheduling.group
+            same = first is not None and first.queued.group is head.queued.group
             return "longer hits" if same else "turn"
         return "next step" if self.admission.fits(head, self._reuse.match(head)) else "blocks"
 
@@ -229,7 +229,7 @@ class Scheduler:
                     self._planned[stream] = work
                     self._budget -= len(work.tokens)
                     self._more_rows += work.rows - 1
-                    stream.request.scheduling.group.tokens += len(work.tokens)
+                    stream.request.queued.group.tokens += len(work.tokens)
                 return
             except OutOfBlocks:
                 self._free_blocks()
@@ -300,7 +300,7 @@ class Scheduler:
         if work.sources is None:
             self._budget += len(work.tokens)
             self._more_rows -= work.rows - 1
-            stream.request.scheduling.group.tokens -= len(work.tokens)
+            stream.request.queued.group.tokens -= len(work.tokens)
         else:
             self._load_room += len(work.tokens)
 
@@ -412,12 +412,12 @@ class Scheduler:
         insort(self.running, request, key=lambda each: each.rank)
         self._admissions += 1
         request.scheduling.admitted = self._admissions
-        if request.scheduling.prefix_wait is not None:
-            gained = sequence.length - request.scheduling.prefix_wait.cached
-            request.scheduling.coalesced |= gained > 0
+        if request.queued.prefix_wait is not None:
+            gained = sequence.length - request.queued.prefix_wait.cached
+            request.reported.coalesced |= gained > 0
             self._counters.coalesced_requests += gained > 0
             self._counters.coalesced_tokens += max(gained, 0)
-            request.scheduling.prefix_wait = None
+            request.queued.prefix_wait = None
         if request.scheduling.preemptions:
             self._resume_branches(request)
         return request
@@ -429,7 +429,7 @@ class Scheduler:
         purpose: Purpose = "resume" if request.streams else "request"
         sequence = self._cache.open(tokens, request.namespace, limit, request.priority, purpose=purpose)
         if not request.streams:
-            request.scheduling.miss = self._explain(request, tokens, limit, sequence)
+            request.reported.miss = self._explain(request, tokens, limit, sequence)
         for observer in self._observers:
             observer.opened(request, tokens, limit, sequence)
         return sequence

@@ -36,7 +36,7 @@ from sortedcontainers import SortedKeyList
 
 from radixkv.cache.announcements import Announcement
 from radixkv.config import EngineConfig
-from radixkv.engine.request import PrefixWait, Request, Scheduling, common_prefix
+from radixkv.engine.request import PrefixWait, Queued, Request, common_prefix
 from radixkv.engine.reuse_policy import ReusePolicy
 from radixkv.engine.stats import Counters
 from radixkv.telemetry.records import NamespaceId
@@ -79,11 +79,11 @@ class WaitQueue:
 
     def add(self, request: Request) -> None:
         """Queue a request that arrived or was preempted, at the place of its arrival."""
-        scheduling = request.scheduling
-        if not scheduling.admitted:
-            scheduling.group = self.turns.enter(_group_key(request.namespace), self._ready)
+        queued = request.queued
+        if not request.scheduling.admitted:
+            queued.group = self.turns.enter(_group_key(request.namespace), self._ready)
         self._all.add(request)
-        self._ready[scheduling.group].add(request)
+        self._ready[queued.group].add(request)
         self._is_changed = True
 
     def remove(self, request: Request) -> None:
@@ -92,7 +92,7 @@ class WaitQueue:
         self._is_changed = True
         if request in self._announced:
             self._announced.pop(request).close()
-        group = request.scheduling.group
+        group = request.queued.group
         ready = self._ready[group]
         next(each for each in (ready, self._delayed, self._held) if request in each).remove(request)
         if not ready:
@@ -123,10 +123,10 @@ class WaitQueue:
         return "slow reader" if request.channel.paused else None
 
     def _withdraw(self, request: Request) -> None:
-        ready = self._ready[request.scheduling.group]
+        ready = self._ready[request.queued.group]
         ready.remove(request)
         if not ready:
-            del self._ready[request.scheduling.group]
+            del self._ready[request.queued.group]
 
     # ---- order
 
@@ -142,13 +142,13 @@ class WaitQueue:
             heads = self._unpaused()
         streams = Counter[Group]()
         for each in running if self.turns.several else ():
-            streams[each.scheduling.group] += 0 if each.channel.paused else each.streams_left
+            streams[each.queued.group] += 0 if each.channel.paused else each.streams_left
         while heads:
             request = self._next(heads)
-            group = request.scheduling.group
+            group = request.queued.group
             if self.turns.allows(group, request.streams_left, streams[group]):
                 return request
-            heads = [each for each in heads if each.scheduling.group is not group]
+            heads = [each for each in heads if each.queued.group is not group]
         return None
 
     def _next(self, heads: list[Request]) -> Request:
@@ -157,7 +157,7 @@ class WaitQueue:
         if head.scheduling.preemptions:
             return head
         same = (each for each in heads if each.priority == head.priority)
-        turn = min(same, key=lambda each: (each.scheduling.group.tokens, each.scheduling.number))
+        turn = min(same, key=lambda each: (each.queued.group.tokens, each.scheduling.number))
         return turn if self._key is None or len(self) == 1 else self._best(turn)
 
     def _unpaused(self) -> list[Request]:
@@ -167,7 +167,7 @@ class WaitQueue:
 
     def _best(self, head: Request) -> Request:
         """Return the next request of the group and the priority of `head`, which is the oldest one."""
-        ready = self._ready[head.scheduling.group].irange_key(head.rank, (*head.rank[:2], inf))
+        ready = self._ready[head.queued.group].irange_key(head.rank, (*head.rank[:2], inf))
         unpaused = (each for each in ready if not each.channel.paused)
         best: Request = min(islice(unpaused, LOOKED_AT), key=self._order)
         return best
@@ -178,26 +178,26 @@ class WaitQueue:
         return not overdue, 0 if overdue else self._key(self, request), request.scheduling.number
 
     def _is_overdue(self, request: Request) -> bool:
-        return self._now - request.scheduling.overtaken_at >= self._max_delay
+        return self._now - request.queued.overtaken_at >= self._max_delay
 
     def admit(self, request: Request) -> None:
         """Take out a request that runs now, and count it for the earlier requests that could have run instead."""
         self.remove(request)
-        scheduling = request.scheduling
-        self.turns.admit(scheduling.group)
-        if scheduling.preemptions:
+        queued, number = request.queued, request.scheduling.number
+        self.turns.admit(queued.group)
+        if request.scheduling.preemptions:
             return
-        others = (each.scheduling for each in self._unpaused() if each.priority == request.priority)
-        older = (each for each in others if each.number < scheduling.number)
-        self._counters.turn_admissions += any(each.group is not scheduling.group for each in older)
+        others = (each for each in self._unpaused() if each.priority == request.priority)
+        older = (each.queued for each in others if each.scheduling.number < number)
+        self._counters.turn_admissions += any(each.group is not queued.group for each in older)
         if self._key is None:
             return
         self._counters.overdue_admissions += self._is_overdue(request)
-        ready = self._ready.get(scheduling.group)
+        ready = self._ready.get(queued.group)
         if ready is not None:
             for other in islice(ready, ready.bisect_key_left(request.rank)):
                 if other.priority == request.priority and not other.channel.paused:
-                    other.scheduling.overtaken_at = min(other.scheduling.overtaken_at, self._now)
+                    other.queued.overtaken_at = min(other.queued.overtaken_at, self._now)
 
     def cached_length(self, request: Request) -> int:
         """Return how many tokens a request would hit now, as looked up once in a step."""
@@ -221,7 +221,7 @@ class WaitQueue:
     def release(self, request: Request) -> None:
         """Offer a request again that is held."""
         self._held.remove(request)
-        self._ready[request.scheduling.group].add(request)
+        self._ready[request.queued.group].add(request)
 
     # ---- waiting for a shared prefix
 
@@ -233,7 +233,7 @@ class WaitQueue:
         if self._delayed:
             for request in self.ended_waits():
                 self._delayed.remove(request)
-                self._ready[request.scheduling.group].add(request)
+                self._ready[request.queued.group].add(request)
 
     def ended_waits(self) -> list[Request]:
         """Return the requests whose prefix is cached, whose leader is gone, or whose leader took too long.
@@ -243,14 +243,14 @@ class WaitQueue:
         positions: dict[Request, int | None] = {}
         ended = []
         for request in self._delayed:
-            scheduling: Scheduling = request.scheduling
-            wait = scheduling.prefix_wait
+            queued: Queued = request.queued
+            wait = queued.prefix_wait
             assert wait is not None
             if wait.leader not in positions:
                 positions[wait.leader] = _prefill_position(wait.leader)
             position = positions[wait.leader]
-            scheduling.waited_enough |= position is not None and position < wait.shared and self._step > wait.until
-            if position is None or position >= wait.shared or scheduling.waited_enough:
+            queued.waited_enough |= position is not None and position < wait.shared and self._step > wait.until
+            if position is None or position >= wait.shared or queued.waited_enough:
                 ended.append(request)
         return ended
 
@@ -259,7 +259,7 @@ class WaitQueue:
 
         Returns whether it does. Compares the prompt with each prompt that is being prefilled.
         """
-        if request.scheduling.waited_enough:
+        if request.queued.waited_enough:
             return False
         for leader in running:
             position = _prefill_position(leader)
@@ -271,8 +271,8 @@ class WaitQueue:
             shared = self._reuse.aligned(self._reuse.kept_scores.reach(request.scores, leader.scores, shared))
             if shared > position and shared - cached >= self._min_saving:
                 steps = -(-(shared - position) // self._prefill_chunk)
-                before = cached if request.scheduling.prefix_wait is None else request.scheduling.prefix_wait.cached
-                request.scheduling.prefix_wait = PrefixWait(leader, shared, self._step + 2 * steps + _SLACK, before)
+                before = cached if request.queued.prefix_wait is None else request.queued.prefix_wait.cached
+                request.queued.prefix_wait = PrefixWait(leader, shared, self._step + 2 * steps + _SLACK, before)
                 part = self._reuse.aligned(min(shared, len(request.prompt) - 1))
                 next(each for each in leader.live if each.active).sequence.snapshot_at(part, shared=True)
                 self._withdraw(request)

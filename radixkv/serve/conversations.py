@@ -25,7 +25,7 @@ from radixkv.chat.rendering import ANY_TOOL, pieces
 from radixkv.chat.template import ChatTemplate
 from radixkv.chat.template_arguments import Arguments, TemplateOption, arguments_key, template_arguments
 from radixkv.chat.thinking import THINK_END, THINK_START
-from radixkv.engine.input_processor import ControlTokens, today
+from radixkv.engine.chat_prompts import ControlTokens, today
 from radixkv.errors import ChatError, InvalidInput, PromptTooLong
 from radixkv.prompt_breaks import Break
 from radixkv.sampling.params import SamplingParams

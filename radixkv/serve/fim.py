@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from radixkv.engine.input_processor import ControlTokens
+from radixkv.engine.chat_prompts import ControlTokens
 from radixkv.engine.request import TokenIds
 from radixkv.errors import InvalidInput
 from radixkv.sampling.params import SamplingParams

@@ -73,8 +73,8 @@ class RequestWatch(EngineObserver):
 
     def _finished(self, request: Request, replies: list[Completion]) -> None:
         usage, histograms = replies[0].usage, self.counts.histograms
-        assert request.scheduling.started_at is not None
-        queued = request.scheduling.started_at - request.submitted
+        assert request.reported.started_at is not None
+        queued = request.reported.started_at - request.submitted
         total = max(reply.usage.total_s for reply in replies)
         found = 2 * usage.cached_tokens >= usage.prompt_tokens
         values = {

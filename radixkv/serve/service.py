@@ -17,7 +17,8 @@ from radixkv.chat.calls.formats import HERMES
 from radixkv.chat.rendering import at_least
 from radixkv.chat.thinking import CHANNEL, TAGS, THINK_START
 from radixkv.engine import Completion, CompressedPrefix
-from radixkv.engine.input_processor import encode, template_text
+from radixkv.engine.chat_prompts import template_text
+from radixkv.engine.input_processor import encode
 from radixkv.engine.request import TokenIds
 from radixkv.errors import PromptTooLong
 from radixkv.sampling.params import SamplingParams

@@ -7,7 +7,7 @@ import datetime
 import pytest
 
 from radixkv.chat.template import ChatTemplate
-from radixkv.engine.input_processor import check_date, today
+from radixkv.engine.chat_prompts import check_date, today
 from radixkv.errors import ChatError, InvalidInput
 from tests.chat.styles import STYLES
 from tests.chat.worlds import CHATML, byte_tokenizer, chat_engine

@@ -278,7 +278,7 @@ def test_a_request_that_computed_the_same_tokens_itself_goes_on() -> None:
     world = audited()
     prompt = list(range(24))
     twins = [world.submit(prompt, GREEDY.but(max_tokens=30)) for _ in range(2)]
-    twins[1].scheduling.publish_late = twins[1].scheduling.waited_enough = True
+    twins[1].scheduling.publish_late = twins[1].queued.waited_enough = True
     for _ in range(6):
         world.step()
     spoil(world, prompt, 9)

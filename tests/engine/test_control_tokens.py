@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixkv.engine.input_processor import ControlTokens
+from radixkv.engine.chat_prompts import ControlTokens
 from tests.chat.styles import STYLES
 from tests.chat.worlds import byte_tokenizer
 

@@ -199,7 +199,7 @@ def test_a_first_token_does_not_depend_on_other_requests() -> None:
 def test_a_request_whose_chunk_another_published_keeps_its_own() -> None:
     world = rounding(100, 4, deterministic(8))
     one, other = (world.submit([*range(32), 40 + i], GREEDY.but(max_tokens=20)) for i in range(2))
-    other.scheduling.waited_enough = True  # does not wait for the other request
+    other.queued.waited_enough = True  # does not wait for the other request
     world.step()
     while one.live[0].prefilling or other.live[0].prefilling:
         world.step()

@@ -16,7 +16,7 @@ from radixkv.attention.host_store import HostCosts
 from radixkv.cache import PrefixCache
 from radixkv.cache.types import Load
 from radixkv.config import EngineConfig
-from radixkv.engine import core, fault_isolation
+from radixkv.engine import core, steps
 from radixkv.engine.core import Core
 from radixkv.engine.request import Request
 from radixkv.engine.reuse_policy import NO_LOADS
@@ -295,7 +295,7 @@ def test_two_loads_of_one_run_may_fail_together(times: int, loaded: int) -> None
     world.offload(prompt)
     requests = [world.submit(prompt) for _ in range(2)]
     for each in requests:
-        each.scheduling.waited_enough = True  # neither waits for the other one
+        each.queued.waited_enough = True  # neither waits for the other one
     world.host.fault = failing("load", times)
     world.step()
     assert world.loads() == [32, 32]
@@ -329,7 +329,7 @@ def test_a_step_that_raises_after_its_loads_ends_no_request_that_loaded(monkeypa
 
     with monkeypatch.context() as patch:
         patch.setattr(core.Core, "_forward", broken)
-        patch.setattr(fault_isolation, "release_tensors", broken)
+        patch.setattr(steps, "release_tensors", broken)
         world.step()
     with pytest.raises(RequestFailed, match="no step"):
         computing.channel.wait(0)

@@ -14,8 +14,8 @@ import torch
 from radixkv import SamplingParams
 from radixkv.cache import PrefixCache
 from radixkv.config import EngineConfig
-from radixkv.engine.fault_isolation import Halves
 from radixkv.engine.request import SAMPLED, Request, Stream
+from radixkv.engine.steps import Halves
 from radixkv.errors import DeviceLost, EngineClosed, InvalidInput, RequestCancelled, RequestFailed
 from radixkv.models.loaded import SequenceInput
 from tests.chat.worlds import chat_engine

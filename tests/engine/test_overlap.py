@@ -159,8 +159,7 @@ def test_forks_that_end_in_flight_publish_nothing_that_was_not_read(timeout: boo
     world.step(3)
     assert len(one.streams) == 3
     if timeout:
-        one.deadline = 0.0
-        world.core.deadlines.add(one)
+        world.core.deadlines.add(one, 0.0)
         world.step()
     else:
         world.core.cancel(one)
@@ -416,8 +415,7 @@ def test_deadlines_drop_late_results() -> None:
     one = world.submit(PROMPT, deadline=0.0)
     one.deadline = None
     world.step(2)
-    one.deadline = 0.0
-    world.core.deadlines.add(one)
+    world.core.deadlines.add(one, 0.0)
     world.finish()
     with pytest.raises(RequestTimedOut):
         one.channel.wait(0)

@@ -136,7 +136,7 @@ def test_the_wait_for_a_neighbour_is_bounded() -> None:
     shared = tokens(100)
     leader, follower = (world.submit([*shared, tail]) for tail in (1, 2))
     world.step()
-    assert follower.scheduling.prefix_wait is not None and follower.scheduling.prefix_wait.leader is leader
+    assert follower.queued.prefix_wait is not None and follower.queued.prefix_wait.leader is leader
     queue, waited = world.core.scheduler.waiting, 0
     while queue.first([]) is not follower:  # the leader makes no progress
         queue.begin_step()
@@ -169,7 +169,7 @@ def test_a_leader_that_publishes_late_delays_no_request() -> None:
     assert leader.scheduling.publish_late
     follower = world.submit([*shared, 2])
     world.step()
-    assert follower.scheduling.prefix_wait is None
+    assert follower.queued.prefix_wait is None
     world.finish()
     assert is_right(leader) and is_right(follower)
 
@@ -300,7 +300,7 @@ def test_timeouts_of_requests_that_have_ended_are_forgotten() -> None:
     for i in range(100):
         world.submit(tokens(4, i), GREEDY.but(max_tokens=1), deadline=1e16)
         world.step()
-    assert len(world.core.deadlines) < 10
+    assert len(world.core.deadlines.heap) < 10
     world.core.cancel(long)
     world.finish()
 

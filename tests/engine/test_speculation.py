@@ -23,7 +23,8 @@ from radixkv import Completion, Engine, LogitsProcessor, SampleRow, SamplingPara
 from radixkv.engine import core, draft_length
 from radixkv.engine.admission import blocks_needed
 from radixkv.engine.output import Usage
-from radixkv.engine.request import Scheduling, Stream
+from radixkv.engine.request import Stream
+from radixkv.engine.request_facts import Scheduling
 from radixkv.engine.speculation import DraftedTokens
 from radixkv.engine.stats import EngineStats
 from radixkv.errors import InvalidConstraint, RequestFailed
@@ -71,7 +72,12 @@ def test_a_draft_in_flight_takes_nothing_from_the_promise_to_its_stream() -> Non
     sequence = SimpleNamespace(length=40, closed=False)
     stream: Any = SimpleNamespace(sequence=sequence, tokens=[0] * 25, active=True)
     request: Any = SimpleNamespace(
-        prompt=[0] * 20, max_tokens=60, live=[stream], streams_left=1, scheduling=Scheduling(), replies=None
+        prompt=[0] * 20,
+        max_tokens=60,
+        live=[stream],
+        streams_left=1,
+        scheduling=Scheduling(),
+        replies=None,
     )
     assert blocks_needed(request, 4) == -(-25 // 4) - 25 // 4
     request.scheduling.guaranteed = True

@@ -15,7 +15,7 @@ from transformers.utils import chat_template_utils
 
 from radixkv.chat.template_arguments import variables
 from radixkv.engine import template_renderer
-from radixkv.engine.input_processor import rendered
+from radixkv.engine.chat_prompts import rendered
 from radixkv.errors import ChatError
 from tests.chat.worlds import byte_tokenizer
 

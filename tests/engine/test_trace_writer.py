@@ -25,7 +25,7 @@ from radixkv import Engine, SamplingParams
 from radixkv.cli.main import main
 from radixkv.engine.observers import trace_writer
 from radixkv.engine.observers.trace_writer import TraceWriter, block_ids
-from radixkv.engine.request import Origin
+from radixkv.engine.request_facts import Origin
 from radixkv.errors import InvalidInput
 from radixkv_traces.cli import add_trace, load
 from radixkv_traces.formats import read

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from radixkv import Engine
-from radixkv.engine.input_processor import encode_chat
+from radixkv.engine.chat_prompts import encode_chat
 from radixkv.model_path import BUNDLED
 from radixkv.models import file_tokenizer, loader
 from radixkv.models.file_tokenizer import FileTokenizer

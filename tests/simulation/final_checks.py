@@ -152,7 +152,7 @@ class FinalChecks:
         missed = sum(count for name, count in vars(counters).items() if name.startswith("missed_"))
         assert missed == counters.computed_tokens - counters.decode_tokens
         lookups = sum(count for name, count in vars(counters).items() if name.startswith("lookups_"))
-        assert lookups == sum(c.request.scheduling.counted for c in customers)
+        assert lookups == sum(c.request.reported.counted for c in customers)
         if ends[type(None)] == len(customers):
             self._sums(counters)
         stats = self.cache.stats()

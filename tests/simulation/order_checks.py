@@ -73,8 +73,8 @@ class OrderChecks:
     def _prefix_waits(self) -> None:
         """A request waits for a shared prefix of at least two blocks, which a running request has."""
         for request in self.core.scheduler.waiting:
-            prefix_wait = request.scheduling.prefix_wait
-            if prefix_wait is None or request.scheduling.waited_enough:
+            prefix_wait = request.queued.prefix_wait
+            if prefix_wait is None or request.queued.waited_enough:
                 continue
             name = self.world.name_of(request)
             self.waited[name, prefix_wait] += self.core.scheduler.waiting.reason(request) == "shared prefix"

@@ -15,7 +15,8 @@ import pytest
 from radixkv.cache import PrefixCache
 from radixkv.config import EngineConfig
 from radixkv.engine.core import Core
-from radixkv.engine.request import PromptParts, Request
+from radixkv.engine.request import Request
+from radixkv.engine.request_facts import PromptParts
 from radixkv.sampling.params import SamplingParams
 from tests.simulation.draw import draw, with_states
 from tests.simulation.late import LateSampler, LateSlotModel

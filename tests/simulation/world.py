@@ -28,7 +28,8 @@ from radixkv.engine.audit import Auditor
 from radixkv.engine.core import Core
 from radixkv.engine.input_processor import replies_of
 from radixkv.engine.namespaces import NamespaceTable
-from radixkv.engine.request import PromptParts, Request, Stream, TokenIds
+from radixkv.engine.request import Request, Stream, TokenIds
+from radixkv.engine.request_facts import PromptParts
 from radixkv.engine.scheduler import Work
 from radixkv.engine.scores import NO_SCORES, PromptScores, Scores
 from radixkv.engine.stats import AuditReport

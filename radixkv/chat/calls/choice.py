@@ -16,7 +16,7 @@ from radixkv.chat.calls.formats import FORMATS, CallFormat
 from radixkv.chat.calls.reader import split_calls
 from radixkv.chat.calls.tools import tools_by_name
 from radixkv.chat.messages import ToolCall
-from radixkv.engine.input_processor import template_text
+from radixkv.engine.chat_prompts import template_text
 
 _log = logging.getLogger(__name__)
 _PARAMETERS = {"type": "object", "properties": {"to": {"type": "string"}, "seats": {"type": "integer"}}}

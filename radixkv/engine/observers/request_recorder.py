@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 from radixkv.cache import Explanation, Sequence
 from radixkv.disk import DiskStats
 from radixkv.engine.observers import EngineObserver
-from radixkv.engine.request import Origin, Request, TokenIds
+from radixkv.engine.request import Request, TokenIds
+from radixkv.engine.request_facts import Origin
 from radixkv.errors import RequestCancelled
 from radixkv.telemetry.mirror import SESSIONS, keep_newest
 from radixkv.telemetry.records import (
@@ -97,7 +98,7 @@ class RequestRecorder(EngineObserver):
     def opened(self, request: Request, tokens: TokenIds, limit: int, sequence: Sequence) -> None:
         """Record where the prompt of a new request diverges from cached ones."""
         self._end_preemption(request)
-        miss = request.scheduling.miss
+        miss = request.reported.miss
         if not request.streams and miss is not None and miss.reason == "diverged" and not miss.host:
             self.cache_recorder.difference(request.scheduling.number, tokens, request.namespace, miss.matched)
 
@@ -179,7 +180,7 @@ class RequestRecorder(EngineObserver):
     def _record(
         self, request: Request, phase: Phase, ended: float | None = None, finish: str | None = None
     ) -> RequestRecord:
-        streams, miss = request.streams, request.scheduling.miss
+        streams, miss = request.streams, request.reported.miss
         first_tokens = [stream.times.first_token for stream in streams if stream.times.first_token is not None]
         return RequestRecord(
             number=request.scheduling.number,
@@ -195,14 +196,14 @@ class RequestRecorder(EngineObserver):
             recomputed_tokens=sum(stream.counts.recomputed_tokens for stream in streams),
             output_tokens=sum(stream.output_length for stream in streams),
             preemptions=request.scheduling.preemptions,
-            coalesced=request.scheduling.coalesced,
+            coalesced=request.reported.coalesced,
             submitted=request.submitted + self._offset,
-            admitted=self._dated(request.scheduling.started_at),
+            admitted=self._dated(request.reported.started_at),
             first_token=self._dated(min(first_tokens, default=None)),
             ended=self._dated(ended),
             finish=finish,
             host_tokens=streams[0].counts.host_hits if streams else 0,
-            disk_tokens=request.scheduling.disk_tokens,
+            disk_tokens=request.reported.disk_tokens,
             waits_for=self._waits_for.get(request),
             drafted_tokens=sum(stream.counts.drafts.get("drafted_tokens", 0) for stream in streams),
             accepted_tokens=sum(stream.counts.drafts.get("accepted_tokens", 0) for stream in streams),
@@ -291,7 +292,7 @@ class Sessions:
         first = request.streams[0] if request.streams else None
         output = 0 if first is None else first.output_length
         prompt, cached = 0, 0  # unless the prompt was computed
-        if request.scheduling.counted:
+        if request.reported.counted:
             prompt, cached = len(request.prompt), 0 if first is None else first.counts.cached_tokens
         return self._keep(
             replace(

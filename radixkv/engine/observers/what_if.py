@@ -90,9 +90,9 @@ class WhatIfThread:
         if isinstance(item, Future):
             report = curve.report(time.monotonic())
             self._report = replace(report, reasons=reasons(self._config, self._cache(), report))
-        elif item.scheduling.counted and self.inbox.qsize() > MAX_QUEUED:
+        elif item.reported.counted and self.inbox.qsize() > MAX_QUEUED:
             curve.drop()
-        elif item.scheduling.counted and not item.parts.slots:  # the curve has no compressed prefixes
+        elif item.reported.counted and not item.parts.slots:  # the curve has no compressed prefixes
             key = self._secret + str(item.namespace).encode()  # the number of the namespace
             kept = (np.array(each.tokens, np.int32)[: each.counts.reached] for each in item.streams)
             first, *others = (prefix_ids(each, self._block_size, key) for each in kept)

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from radixkv import __version__
-from radixkv.engine.input_processor import template_text
+from radixkv.engine.chat_prompts import template_text
 from radixkv.serve.bodies import read
 from radixkv.serve.errors import ApiError
 from radixkv.serve.fields import JsonObject

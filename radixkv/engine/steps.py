@@ -1,26 +1,34 @@
-"""Count computed chunks, and publish their KV: with the commit, or once the results show that it is finite.
+"""The two ways of a step: finished before the next one is scheduled, or after the next one was launched.
 
-`PublishAtOnce` serves steps that are finished before the next one is scheduled. `PublishLate` serves steps that
-overlap, and drafts, whose KV is verified first.
+`Steps`, `Halves` and `PublishAtOnce` serve the first way. `OverlappedSteps`, `AfterStep` and `PublishLate` serve the
+second one, in which KV is published once the results show that it is finite. Drafts, whose KV is verified first, are
+published late in both.
 """
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
 
+from radixkv.device import refuse_fatal
 from radixkv.engine.draws import ChunkScores, Row
-from radixkv.engine.fault_isolation import Fail, is_over
+from radixkv.engine.fault_isolation import Fail, Item, Result, is_over, release_tensors
 from radixkv.engine.request import Stream
 from radixkv.engine.reuse_policy import ReusePolicy
 from radixkv.engine.scheduler import Work
 from radixkv.engine.stats import Counters
 from radixkv.errors import InvalidInput
-from radixkv.sampling.sampler import Pending, finite_rows
+from radixkv.sampling.sampler import Pending, Sampled, finite_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -32,17 +40,113 @@ class Flight:
     scores: list[ChunkScores]
 
 
+class Steps:
+    """Steps that are finished before the next one is scheduled: depth 0."""
+
+    flight: Flight | None = None  # the step that was launched and is not finished
+
+    def push(self, launched: list[Flight]) -> list[Flight]:
+        """Add a step in one or several parts; returns the ones to finish now."""
+        return launched
+
+
+class OverlappedSteps:
+    """Steps that are finished after the next one was launched: depth 1. A step in several parts is finished at once."""
+
+    flight: Flight | None = None
+
+    def push(self, launched: list[Flight]) -> list[Flight]:
+        """Add a step; returns the preceding one, and the parts of this one if there are several."""
+        before, whole = self.flight, len(launched) == 1 and len(launched[0].draws) == 1
+        self.flight = launched[0] if whole else None
+        return ([] if before is None else [before]) + ([] if whole else launched)
+
+
+class Halves:
+    """Repeats a call that raised on each half of its items, and so on, if steps do not overlap."""
+
+    def __init__(self, fail: Fail) -> None:
+        """`fail` ends the request of an item that raises alone."""
+        self._fail = fail
+
+    def run(
+        self,
+        items: list[Item],
+        call: Callable[[list[Item]], Result],
+        owner: Callable[[Item], Stream] = attrgetter("stream"),
+    ) -> list[tuple[list[Item], Result]]:
+        """See Parts. Costs 2 log n calls of falling size for each item that fails."""
+        try:
+            return [(items, call(items))]
+        except Exception as error:
+            refuse_fatal(error)
+            if len(items) == 1:
+                self._fail(owner(items[0]).request, error)
+                return []
+            _log.warning("a step of %d parts raised %r: trying its halves", len(items), error)
+            release_tensors(error)
+        middle = len(items) // 2
+        results: list[tuple[list[Item], Result]] = []
+        for half in (items[:middle], items[middle:]):
+            live = [item for item in half if not is_over(owner(item))]
+            results += self.run(live, call, owner) if live else []
+        return results
+
+    def draw(
+        self, rows: list[Item], call: Callable[[list[Item]], Result], owner: Callable[[Item], Stream]
+    ) -> list[tuple[list[Item], Result]]:
+        """Run a draw if there are rows."""
+        return self.run(rows, call, owner) if rows else []
+
+
+class AfterStep:
+    """Finishes the step in flight before a call that raised is tried again, first on all items."""
+
+    def __init__(self, finish_step: Callable[[], object], fail: Fail) -> None:
+        """`finish_step` takes the results of the step in flight."""
+        self._finish_step, self._halves = finish_step, Halves(fail)
+
+    def run(
+        self,
+        items: list[Item],
+        call: Callable[[list[Item]], Result],
+        owner: Callable[[Item], Stream] = attrgetter("stream"),
+    ) -> list[tuple[list[Item], Result]]:
+        """See Parts."""
+        try:
+            return [(items, call(items))]
+        except Exception as error:
+            self._recover(error)
+        live = [item for item in items if not is_over(owner(item))]
+        return self._halves.run(live, call, owner) if live else []
+
+    def draw(
+        self, rows: list[Item], call: Callable[[list[Item]], Result], owner: Callable[[Item], Stream]
+    ) -> list[tuple[list[Item], Result]]:
+        """Run a draw; without rows, too, as it finds the rows of logits that are finite."""
+        if rows and (found := self.run(rows, call, owner)):
+            return found
+        try:
+            return [([], call([]))]
+        except Exception as error:
+            self._recover(error)
+        return [([], call([]))]
+
+    def _recover(self, error: Exception) -> None:
+        refuse_fatal(error)
+        _log.warning("a part of a step raised %r: trying it again after the preceding step", error)
+        release_tensors(error)
+        self._finish_step()
+
+
 class Publishing(Protocol):
     """Commits and publishes the chunks of a step."""
 
     def commit(self, work: list[Work], logits: Tensor) -> None:
         """Commit the chunks of a forward, from its logits [chunks + additional rows, vocab]."""
 
-    def publish(self, flight: Flight) -> None:
-        """Publish the chunks of a step that has finished, unless that was done."""
-
-    def resolve(self, rows: list[Row], tokens: list[int]) -> None:
-        """Set the tokens that the streams of these rows have as placeholders in the following step."""
+    def publish(self, flight: Flight, results: list[tuple[list[Row], Sampled]]) -> None:
+        """Publish the chunks of a step, and set the tokens that the following step has as placeholders."""
 
     def publish_rest(self, stream: Stream) -> None:
         """Publish the last tokens of a stream that is about to be closed."""
@@ -70,12 +174,12 @@ class ChunkCounts:
         request, prompt_tokens = stream.request, len(stream.request.prompt)
         decoded = new if work.start >= prompt_tokens else min(new, max(work.start + count - prompt_tokens, 0))
         counters.decode_tokens += decoded
-        prompts = not request.scheduling.counted
+        prompts = not request.reported.counted
         if prompts:
-            request.scheduling.counted = True
+            request.reported.counted = True
             counters.prompt_tokens += prompt_tokens
         if new > decoded:
-            miss, counted = request.scheduling.miss, vars(counters)
+            miss, counted = request.reported.miss, vars(counters)
             reason = "full" if miss is None else miss.reason
             counted[f"lookups_{reason}"] += prompts
             counted[f"missed_{reason}"] += new - decoded
@@ -99,11 +203,8 @@ class PublishAtOnce:
             except Exception as error:
                 self._fail(request, error)
 
-    def publish(self, flight: Flight) -> None:
-        """Do nothing: all is published."""
-
-    def resolve(self, rows: list[Row], tokens: list[int]) -> None:
-        """Do nothing: no stream has a placeholder."""
+    def publish(self, flight: Flight, results: list[tuple[list[Row], Sampled]]) -> None:
+        """Do nothing: all is published, and no stream has a placeholder."""
 
     def publish_rest(self, stream: Stream) -> None:
         """See Publishing."""
@@ -138,7 +239,7 @@ class PublishLate:
                 each.stream.sequence.commit(publish=False)
                 each.stream.in_flight += len(each.tokens)
 
-    def publish(self, flight: Flight) -> None:
+    def publish(self, flight: Flight, results: list[tuple[list[Row], Sampled]]) -> None:
         """Count and publish the chunks of a step, which were committed when it was launched."""
         finite = flight.draws[0][1].finite()  # additional rows follow the last rows of the chunks
         for each, is_finite in zip(flight.work, finite, strict=False):
@@ -155,11 +256,10 @@ class PublishLate:
             except Exception as error:
                 self._fail(stream.request, error)
 
-    def resolve(self, rows: list[Row], tokens: list[int]) -> None:
-        """See Publishing."""
-        for (_, stream, *_), token in zip(rows, tokens, strict=True):
-            if stream.active and stream.sequence.has_unknown:
-                stream.sequence.resolve(token)
+        for rows, sampled in results:
+            for (_, stream, *_), token in zip(rows, sampled.tokens, strict=True):
+                if stream.active and stream.sequence.has_unknown:
+                    stream.sequence.resolve(token)
 
     def publish_rest(self, stream: Stream) -> None:
         """Drop the tokens of a step in flight, and publish the rest, unless a plan is pending."""
