@@ -55,7 +55,7 @@ class Turns:
         self._active = 0  # groups that have requests
         self._most = _KEPT
         self._floor = 0  # the lowest count of the waiting groups, when it was last looked at
-        self._last = Group()  # the group that was admitted last
+        self.last = Group()  # the group that was admitted last
 
     def __len__(self) -> int:
         """The number of groups that are kept."""
@@ -70,18 +70,18 @@ class Turns:
             self._forget()
         group = self._groups.setdefault(key, Group())
         if group not in waiting:
-            self._floor = max(self._floor, min((each.tokens for each in waiting), default=self._last.tokens))
+            self._floor = max(self._floor, min((each.tokens for each in waiting), default=self.last.tokens))
             group.tokens = max(group.tokens, self._floor)
-        self._count(group, 1)
+        group.requests += 1
+        self._active += group.requests == 1
+        self.several = self._active > 1
         return group
 
     def leave(self, group: Group) -> None:
         """Count a request of the group that ended."""
-        self._count(group, -1)
-
-    def admit(self, group: Group) -> None:
-        """Note that a request of the group was admitted."""
-        self._last = group
+        group.requests -= 1
+        self._active -= not group.requests
+        self.several = self._active > 1
 
     def allows(self, group: Group, streams: int, running: int) -> bool:
         """Return whether a group with `running` streams may run more: half of all, unless no other has requests.
@@ -89,12 +89,6 @@ class Turns:
         A request with many streams runs when no other one of its group does.
         """
         return not self.several or not running or running + streams <= self._half
-
-    def _count(self, group: Group, change: int) -> None:
-        was = group.requests > 0
-        group.requests += change
-        self._active += (group.requests > 0) - was
-        self.several = self._active > 1
 
     def _forget(self) -> None:
         """Drop half of the idle groups, those with the lowest counts: most would begin to wait at a higher one."""

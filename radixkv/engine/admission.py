@@ -92,7 +92,8 @@ class Admission:
 
         Without room for the headroom, the request publishes late, and is promised all the blocks that it may take.
         """
-        self._pinned_blocks()  # releases pins that have expired
+        if self._pins:
+            self._pinned_blocks()  # releases pins that have expired
         if self._most(request, sequence.length) + request.streams_left <= self._cache.available_blocks:
             return True
         request.scheduling.guaranteed = request.scheduling.publish_late = True

@@ -196,30 +196,26 @@ class Scheduler:
         return plan
 
     def _plan_running(self) -> None:
+        """Plan the active streams whose requests are not paused: first the ones that decode, then prefills."""
         for request in list(self.running):
             if request.scheduling.preemptions and request.suspended:
                 try:
                     self._resume_branches(request)
                 except Exception as error:
                     self._fail(request, error)
-        streams = [stream for stream in self._in_order() if stream not in self._planned]
+        decoding: list[Stream] = []
+        prefilling: list[Stream] = []
+        for request in self.running:
+            for stream in () if request.channel.paused else request.live:
+                if stream.active and stream not in self._planned:
+                    (prefilling if stream.prefilling else decoding).append(stream)
+        streams = decoding + prefilling
         for stream in streams:
             self._plan(stream)
         if self._load_room and not self._budget:
             for stream in streams:
                 if stream not in self._planned and stream.active:
                     self._loads(stream)
-
-    def _in_order(self) -> list[Stream]:
-        """Return the active streams whose requests are not paused: those that decode, then those that prefill."""
-        decoding: list[Stream] = []
-        prefilling: list[Stream] = []
-        for request in self.running:
-            if not request.channel.paused:
-                for stream in request.live:
-                    if stream.active:
-                        (prefilling if stream.prefilling else decoding).append(stream)
-        return decoding + prefilling
 
     def _plan(self, stream: Stream) -> None:
         """Plan a stream's chunk, unless no budget is left or the stream's own request is preempted."""

@@ -184,7 +184,7 @@ class WaitQueue:
         """Take out a request that runs now, and count it for the earlier requests that could have run instead."""
         self.remove(request)
         queued, number = request.queued, request.scheduling.number
-        self.turns.admit(queued.group)
+        self.turns.last = queued.group
         if request.scheduling.preemptions:
             return
         others = (each for each in self._unpaused() if each.priority == request.priority)

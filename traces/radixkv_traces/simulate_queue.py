@@ -194,7 +194,7 @@ class _Queue:
             if other.group is turn:
                 other.overtaken_at = min(other.overtaken_at, self._now)
         del self._waiting[at]
-        self._turns.admit(turn)
+        self._turns.last = turn
         if chosen.announcement is not None:
             chosen.announcement.close()
         for each in islice(self._waiting, LOOKED_AT):
