@@ -9,14 +9,14 @@ chat_prompts.py     prompts of chat messages: template, control tokens, date
 engine_thread.py    the thread that owns cache and model, and the client that posts calls to it
 core.py             schedule, transfer, forward, commit, sample, finish
 steps.py            finish steps one after the other, or overlapped; publish KV at once or late
-forward.py          what a core needs of a model
+forward.py          the interface of a model's forward, as a core calls it
 scheduler.py        the tokens of the next step
 transfers.py        copies before the forward: offloads to host memory and loads
 wait_queue.py       the order of waiting requests; requests that wait for a shared prefix
 admission.py        how many blocks a request needs, and which request is preempted
 reuse_policy.py     which cached tokens a request uses and publishes; deterministic or not
 request.py          a request and its streams, and how a stream gets its next token
-request_facts.py    what scheduler and reports note of a request
+request_facts.py    facts of a request: sender, parts of the prompt, notes of scheduler and reports
 constrained.py      the continuation of a stream whose text follows a grammar
 beams.py            the same for the beams of a search
 text_stream.py      the text of a stream, and its stop strings

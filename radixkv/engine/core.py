@@ -318,7 +318,7 @@ class Core:
             computed = self._transfer(work)
             masks = self._draws.masks(computed)
             for part, logits in self._forwards.run(computed, self._forward) if computed else ():
-                self._publishing.commit(part, logits)
+                self._commit(part, logits)
                 launched.append(self._sample(part, logits, masks))
         except Exception as error:
             refuse_fatal(error)
@@ -367,14 +367,16 @@ class Core:
             ((rows, pending),) = flight.draws
             places = {stream: place for place, (_, stream, *_) in enumerate(rows)}
             chunks = [sequence_input(each, places[each.stream] if each.relayed else -1) for each in work]
-            logits = self.runner.run(chunks, copies, pending.tokens)
-        else:
-            for each in relayed:  # the step that sampled them has finished
-                each.tokens[0] = each.stream.tokens[each.start]
-            logits = self.runner.run([sequence_input(each) for each in work], copies)
+            return self.runner.run(chunks, copies, pending.tokens)
+        for each in relayed:  # the step that sampled them has finished
+            each.tokens[0] = each.stream.tokens[each.start]
+        return self.runner.run([sequence_input(each) for each in work], copies)
+
+    def _commit(self, work: list[Work], logits: Tensor) -> None:
+        """Make computed tokens matchable, now or once they are known to be finite."""
         if len(logits) != (wanted := sum(each.rows for each in work)):
             raise ValueError(f"a forward of {len(work)} chunks returned {len(logits)} rows of logits, not {wanted}")
-        return logits
+        self._publishing.commit(work, logits)
 
     def _sample(self, work: list[Work], logits: Tensor, masks: StepMasks | None) -> Flight:
         """Start to score the prompts of the step and to draw the next tokens."""
