@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -165,52 +166,66 @@ def test_hybrid_files_may_state_their_layers_in_many_ways(
     assert shape.bytes_per_state() > 0
 
 
-def test_a_plan_counts_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def plan(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run the command; return its output, or the error of a status 2."""
+
+    def run(*arguments: str, status: int = 0) -> str:
+        assert main(["plan", *arguments]) == status
+        said = capsys.readouterr()
+        assert (said.out == "", said.err.count("\n")) == (status > 0, status > 0)
+        return said.err if status else said.out
+
+    return run
+
+
+@pytest.fixture
+def planned(plan: Callable[..., str]) -> Callable[..., dict[str, Any]]:
+    return lambda *arguments: json.loads(plan(*arguments, "--json"))
+
+
+@pytest.fixture
+def of_states(tmp_path: Path) -> str:
     (tmp_path / "config.json").write_text(json.dumps(HYBRID))
-    assert main(["plan", str(tmp_path), "--memory", "4GiB", "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert (plan["bytes_per_token"], plan["bytes_per_state"]) == (32_768, 51_904_512)
-    fits = plan["rank"]["fits"]
+    return str(tmp_path)
+
+
+def test_a_plan_counts_states(of_states: str, plan: Any, planned: Any) -> None:
+    found = planned(of_states, "--memory", "4GiB")
+    assert (found["bytes_per_token"], found["bytes_per_state"]) == (32_768, 51_904_512)
+    fits = found["rank"]["fits"]
     assert (fits["state_rows"], fits["state_snapshots"]) == (13, 14)
     assert fits["blocks"] == (4 * 2**30 - 27 * 51_904_512) // (16 * 32_768)
-    assert main(["plan", str(tmp_path), "--memory", "4GiB"]) == 0
-    text = capsys.readouterr().out
+    text = plan(of_states, "--memory", "4GiB")
     assert "49.5 MiB in 24 layers, as much as the KV of 1,584 tokens" in text
     assert "13 sequences at once, 14 snapshots" in text
-    assert main(["plan", str(tmp_path), "--memory", "200MiB"]) == 2
-    assert "holds 1 states, and two are needed" in capsys.readouterr().err
+    assert "holds 1 states, and two are needed" in plan(of_states, "--memory", "200MiB", status=2)
+    assert "give --memory too" in plan(of_states, "--state-memory", "1GB", status=2)
+    assert planned(of_states, "--host-memory", "1GB")["rank"]["host"]["state_snapshots"] > 0
+    assert "this model has recurrent state" in plan(of_states, "--disk-memory", "1GB", status=2)
 
 
-def test_a_plan_counts_past_text_as_an_engine_does(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "tiny", "--speculate", "tree"]) == 0
-    assert "note: the past text of drafts takes 28 MiB of host memory in addition" in capsys.readouterr().out
-    assert main(["plan", "tiny", "--speculate", "tree", "--json"]) == 0
+def test_a_plan_counts_past_text_as_an_engine_does(plan: Any, planned: Any) -> None:
+    tree = ("tiny", "--speculate", "tree")
+    assert "note: the past text of drafts takes 28 MiB of host memory in addition" in plan(*tree)
     with Engine.load("tiny", num_blocks=4, speculate="tree", monitor=False) as engine:
-        assert json.loads(capsys.readouterr().out)["past_text_bytes"] == engine.core.cache.past_text.nbytes
-    assert main(["plan", "tiny", "--speculate", "trie"]) == 2
-    assert "speculate='trie': allowed are 'ngram', 'tree', None" in capsys.readouterr().err
+        assert planned(*tree)["past_text_bytes"] == engine.core.cache.past_text.nbytes
+    assert "speculate='trie': allowed are 'ngram', 'tree', None" in plan("tiny", "--speculate", "trie", status=2)
 
 
-def test_a_plan_counts_a_disk_and_its_host_memory_as_an_engine_does(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pool, given = ["--dtype", "float32", "--memory", "24MiB"], {"kv_memory": "24MiB", "disk_memory": "1GiB"}
-    assert main(["plan", "tiny", *pool, "--disk-memory", "1GiB", "--json"]) == 0
-    planned = json.loads(capsys.readouterr().out)
-    with Engine.load("tiny", disk_cache=tmp_path / "disk", monitor=False, **given) as engine:
+def test_a_plan_counts_a_disk_and_its_host_memory_as_an_engine_does(tmp_path: Path, plan: Any, planned: Any) -> None:
+    found = planned("tiny", "--dtype", "float32", "--memory", "24MiB", "--disk-memory", "1GiB")
+    disk = {"disk_cache": tmp_path / "disk", "disk_memory": "1GiB"}
+    with Engine.load("tiny", kv_memory="24MiB", monitor=False, **disk) as engine:
         stats = engine.stats()
-    assert planned["rank"]["host"]["blocks"] == stats.cache.host_blocks == 128
-    assert planned["rank"]["disk"] == {"blocks": stats.disk.slots, "tokens": 16 * stats.disk.slots}
-    assert planned["notes"][-1].endswith("an engine with a disk takes half of its pool up to 256 MiB, or an eighth")
-    assert main([*SEVENTY, "--memory", "8GiB", "--host-memory", "64GiB", "--disk-memory", "1TiB"]) == 0
-    told = capsys.readouterr().out
+    assert found["rank"]["host"]["blocks"] == stats.cache.host_blocks == 128
+    assert found["rank"]["disk"] == {"blocks": stats.disk.slots, "tokens": 16 * stats.disk.slots}
+    assert found["notes"][-1].endswith("an engine with a disk takes half of its pool up to 256 MiB, or an eighth")
+    told = plan(*SEVENTY, "--memory", "8GiB", "--host-memory", "64GiB", "--disk-memory", "1TiB")
     assert re.search(r"  host memory of 64 GiB, each of 2 ranks +26,214 more blocks", told)
     assert re.search(r"  disk of 1 TiB, each of 2 ranks +[\d,]+ blocks, [\d,]+ tokens\n", told)
-    assert main(["plan", "tiny", "--disk-memory", "1MB"]) == 2
-    assert "has room for 20 blocks, and 64 are the least" in capsys.readouterr().err
-    (tmp_path / "config.json").write_text(json.dumps(HYBRID))
-    assert main(["plan", str(tmp_path), "--disk-memory", "1GB"]) == 2
-    assert "disk_cache: this model has recurrent state" in capsys.readouterr().err
+    assert "one block of this model takes 48 KiB; give at least" in plan("tiny", "--host-memory", "90kB", status=2)
+    assert "has room for 20 blocks, and 64 are the least" in plan("tiny", "--disk-memory", "1MB", status=2)
 
 
 @pytest.mark.parametrize("family", _DEFAULTS)
@@ -408,24 +423,21 @@ def test_what_fits_and_what_is_empty_by_counting(context: int, block_size: int, 
 
 # ---- the command
 
-SEVENTY = ["plan", "llama-3.1-70b", "--dtype", "float16", "--context", "8192", "--tensor-parallel", "2"]
+SEVENTY = ["llama-3.1-70b", "--dtype", "float16", "--context", "8192", "--tensor-parallel", "2"]
 
 
-def test_notes_on_ranks_and_context(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = written(tmp_path, num_key_value_heads=4)
-
+def test_notes_on_ranks_and_context(tmp_path: Path, plan: Any) -> None:
     def notes(*options: str) -> str:
-        assert main(["plan", path, *options]) == 0
-        return capsys.readouterr().out.partition("note:")[2]
+        return str(plan(path, *options)).partition("note:")[2]
 
-    assert notes() == ""
-    assert notes("--tensor-parallel", "2") == ""
+    path = written(tmp_path, num_key_value_heads=4)
+    assert notes() == notes("--tensor-parallel", "2") == ""
     assert "layer 0 has 4 KV heads, which do not divide by 8 ranks" in notes("--tensor-parallel", "8")
-    assert "which do not divide by 3 ranks" in notes("--tensor-parallel", "3")
     assert "more than the model's own 512" in notes("--context", "513")
     path = written(tmp_path, dtype=None)
-    assert "names no dtype" in notes()
-    assert "names no dtype" not in notes("--dtype", "float32")
+    assert "names no dtype" in notes() and "names no dtype" not in notes("--dtype", "float32")
+    path = written(tmp_path, max_position_embeddings=None)
+    assert "--context" in plan(path, status=2) and not notes("--context", "100")
 
 
 @pytest.mark.parametrize(
@@ -437,37 +449,28 @@ def test_notes_on_ranks_and_context(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["--memory", "1kB"], "one block of this model takes 48 KiB"),
     ],
 )
-def test_wrong_numbers_are_one_line_and_status_2(
-    options: list[str], why: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", "tiny", *options]) == 2
-    said = capsys.readouterr()
-    assert why in said.err
-    assert (said.err.count("\n"), said.out) == (1, "")
+def test_wrong_numbers_are_refused(options: list[str], why: str, plan: Any) -> None:
+    assert why in plan("tiny", *options, status=2)
 
 
-def test_a_plan_counts_the_format_of_kv_or_refuses_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_counts_the_format_of_kv_or_refuses_it(tmp_path: Path, plan: Any, planned: Any) -> None:
     path = written(tmp_path, head_dim=64)
     for name, size in (("auto", 256), ("float16", 128), ("int8", 66)):
-        assert main(["plan", path, "--dtype", "float32", "--kv-dtype", name, "--tensor-parallel", "2", "--json"]) == 0
-        plan = json.loads(capsys.readouterr().out)
-        assert (plan["bytes_per_token"], plan["rank"]["bytes_per_token"]) == (4 * 8 * 2 * size, 4 * 4 * 2 * size)
-    assert main(["plan", written(tmp_path), "--kv-dtype", "int8"]) == 2
-    assert "the keys of layer 0 have 8 numbers, no multiple of 16" in capsys.readouterr().err
+        found = planned(path, "--dtype", "float32", "--kv-dtype", name, "--tensor-parallel", "2")
+        assert (found["bytes_per_token"], found["rank"]["bytes_per_token"]) == (4 * 8 * 2 * size, 4 * 4 * 2 * size)
+    refused = plan(written(tmp_path), "--kv-dtype", "int8", status=2)
+    assert "the keys of layer 0 have 8 numbers, no multiple of 16" in refused
 
 
-def test_a_context_that_does_not_fit_names_the_largest_that_does(capsys: pytest.CaptureFixture[str]) -> None:
-    said = []
-    for context in ([], ["--context", "65536"], ["--context", "65537"]):
-        assert main(["plan", "llama-3.1-8b", "--memory", "8GiB", *context]) == 0
-        said.append(capsys.readouterr().out)
+def test_a_context_that_does_not_fit_names_the_largest_that_does(plan: Any) -> None:
+    contexts = ([], ["--context", "65536"], ["--context", "65537"])
+    said = [plan("llama-3.1-8b", "--memory", "8GiB", *context) for context in contexts]
     advice = "tokens fits; --context 65536 is the largest that does"
     assert [advice in each for each in said] == [True, False, True]
     tables = {each.partition("Sequences that share nothing")[2].partition("\n\n")[0].strip() for each in said}
     assert len(tables) == 1 and tables.pop().splitlines()[-1].split() == ["65,536", "1", "0.0%", "1", "0.0%"]
 
 
-def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_shows_what_is_printed(plan: Any) -> None:
     page = (Path(__file__).parents[2] / "docs" / "sizing.md").read_text()
-    assert main([*SEVENTY, "--memory", "8GiB"]) == 0
-    assert f"```text\n{capsys.readouterr().out}```" in page
+    assert f"```text\n{plan(*SEVENTY, '--memory', '8GiB')}```" in page
