@@ -7,6 +7,7 @@ from array import array
 
 import pytest
 
+from radixkv.cache import POLICIES
 from radixkv_traces import cli
 from radixkv_traces.formats import TraceRequest, read, sample
 from radixkv_traces.simulate import replay
@@ -80,7 +81,7 @@ def test_only_requests_of_the_same_namespace_overtake() -> None:
 
 
 @pytest.mark.parametrize("order", ["fcfs", "longest-prefix"])
-@pytest.mark.parametrize("policy", ["lru", "fifo", "lfu", "slru", "predictive"])
+@pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_eviction_spares_the_prefixes_of_waiting_requests(policy: str, order: str) -> None:
     cold = [request(0.1, [10 + each] * 3) for each in range(3)]
     made = workload(request(0, [1, 2, 3]), *cold, request(0.2, [1, 2, 3, 4]))
