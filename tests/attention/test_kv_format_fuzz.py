@@ -89,7 +89,7 @@ def test_stored_bytes_belong_to_the_text(
         return found
 
     monkeypatch.setattr(PrefixCache, "moves", moving)
-    machine.run(range(250))
+    machine.run(range(150))
     assert pool.compared > 10_000
     assert machine.world.cache.stats().copied_blocks
     assert bool(moved) == host
