@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -13,11 +12,11 @@ import transformers
 from radixkv.attention.kv_store import KVStore
 from radixkv.errors import InvalidInput, UnsupportedModel
 from radixkv.models import adapter
-from radixkv.models.loaded import LoadedModel, SequenceInput
+from radixkv.models.loaded import LoadedModel
 from radixkv.models.quantized.kernels import kernels
 from radixkv.models.runner import Runner
 from tests.models.conftest import GROUPED, SIZES
-from tests.models.step_runner import compare
+from tests.models.step_runner import chunk, compare
 
 
 def llama4(**options: Any) -> Any:
@@ -129,9 +128,7 @@ def test_shared_kv_is_stored_once(build: Callable[..., Any], monkeypatch: pytest
         write(store, layer, *new)
 
     monkeypatch.setattr(KVStore, "write", counting)
-    Runner(loaded, 8, 4).run(
-        [SequenceInput(np.arange(3, 8, dtype=np.int32), 0, np.arange(5), np.arange(2, dtype=np.int32))]
-    )
+    Runner(loaded, 8, 4).run([chunk(range(3, 8), 0, [0, 1])])
     assert written == [0, 1]
 
 

@@ -15,7 +15,6 @@ from torch import nn
 from radixkv.errors import UnsupportedModel
 from radixkv.models import adapter
 from radixkv.models.fallback import PoolLayer
-from radixkv.models.loaded import SequenceInput
 from radixkv.models.runner import Runner
 from tests.models.conftest import GROUPED, SIZES
 from tests.models.step_runner import chunk, compare
@@ -68,8 +67,7 @@ def test_a_sliding_window_drops_nothing(build: Callable[..., Any], family: str) 
 
 @pytest.mark.usefixtures("forced")
 def test_a_token_that_the_host_has_not_read_matches_its_sampled_row(build: Callable[..., Any]) -> None:
-    runner, table = Runner(load(build("llama")), 4, 4), np.zeros(1, np.int32)
-    known = SequenceInput(np.array([7], np.int32), 0, np.zeros(1, np.int64), table)
+    runner, known = Runner(load(build("llama")), 4, 4), chunk([7], 0, [0])
     unknown = known._replace(tokens=np.zeros(1, np.int32), sampled_row=1)
     assert torch.equal(runner.run([unknown], (), torch.tensor([3, 7])), runner.run([known]))
 
@@ -134,7 +132,7 @@ def test_a_step_that_writes_otherwise_than_the_first_fails(
 
     monkeypatch.setattr(PoolLayer, "update", otherwise)
     with pytest.raises(RuntimeError, match=said):
-        runner.run([SequenceInput(np.arange(3, 6, dtype=np.int32), 0, np.arange(3), np.zeros(1, dtype=np.int32))])
+        runner.run([chunk([3, 4, 5], 0, [0])])
 
 
 def test_a_model_that_leaves_out_what_pads_is_refused(build: Callable[..., Any]) -> None:

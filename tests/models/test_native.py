@@ -18,7 +18,7 @@ import transformers
 from radixkv import Engine
 from radixkv.errors import EngineClosed, InvalidInput
 from radixkv.models import adapter, checkpoint
-from radixkv.models.loaded import LoadedModel, SequenceInput
+from radixkv.models.loaded import LoadedModel
 from radixkv.models.native import files
 from radixkv.models.native.compiled import CompiledOperators
 from radixkv.models.native.layers import TORCH, NativeModel
@@ -30,6 +30,7 @@ from radixkv.models.rounding import relative_error
 from radixkv.models.runner import Runner
 from tests.models import gguf_files
 from tests.models.gguf_files import LINEAR, LLAMA3, LONGROPE, SIZES, YARN, write
+from tests.models.step_runner import chunk
 from tests.selection import mostly_long
 
 _t = transformers
@@ -122,9 +123,7 @@ def steps(loaded: LoadedModel) -> torch.Tensor:
     for cut in cuts:
         inputs = []
         for row, start, end in cut:
-            at, table = np.arange(start, end), tables[row]
-            slots = table[at // 4].astype(np.int64) * 4 + at % 4
-            inputs.append(SequenceInput(prompts()[row, start:end], start, slots, table[: -(-end // 4)]))
+            inputs.append(chunk(prompts()[row, start:end], start, tables[row, : -(-end // 4)]))
         found.append(runner.run(inputs))
     return torch.cat(found)
 

@@ -13,9 +13,9 @@ import transformers
 
 from radixkv.errors import UnsupportedModel
 from radixkv.models import adapter, rope
-from radixkv.models.loaded import SequenceInput
 from radixkv.models.runner import Runner
 from tests.models.conftest import GROUPED
+from tests.models.step_runner import chunk
 
 load = partial(adapter.load, model_code="transformers")  # layers of our own need none of this
 
@@ -45,10 +45,10 @@ def run(runner: Runner, *lengths: int) -> torch.Tensor:
     """Return logits of prompts of these lengths in one step, each in blocks of its own."""
     chunks, first = [], 0
     for place, length in enumerate(lengths):
-        tokens = np.random.default_rng(place).integers(3, 97, length).astype(np.int32)
-        table = np.arange(first, first + -(-length // 4), dtype=np.int32)
+        tokens = np.random.default_rng(place).integers(3, 97, length)
+        table = range(first, first - (-length // 4))
         first += len(table)
-        chunks.append(SequenceInput(tokens, 0, np.arange(length) + 4 * int(table[0]), table))
+        chunks.append(chunk(tokens, 0, table))
     return runner.run(chunks)
 
 
@@ -64,9 +64,9 @@ def test_the_fallback_is_fixed_too(build: Callable[..., Any], config: Callable[[
     """Keys that a short chunk has cached are those that a long prompt reads."""
     runner = Runner(load(build(config(), torch.float64)), 40, 4)
     whole = run(runner, 60)[0]
-    tokens, table = np.random.default_rng(0).integers(3, 97, 60).astype(np.int32), np.arange(15, dtype=np.int32)
+    tokens = np.random.default_rng(0).integers(3, 97, 60)
     run(runner, 20)  # the first blocks again
-    cut = runner.run([SequenceInput(tokens[20:], 20, np.arange(20, 60), table)])[0]
+    cut = runner.run([chunk(tokens[20:], 20, range(15))])[0]
     torch.testing.assert_close(cut, whole, rtol=0, atol=1e-4)  # its softmax is float32's
 
 

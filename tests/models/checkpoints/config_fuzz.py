@@ -16,15 +16,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 
 from radixkv.errors import InvalidInput, RadixKVError, UnsupportedModel
 from radixkv.models import adapter
-from radixkv.models.loaded import SequenceInput
 from radixkv.models.rounding import relative_error
-from radixkv.models.runner import Runner
+from tests.models.step_runner import in_chunks
 
 ABSENT = object()
 VALUES: dict[str, Any] = {
@@ -100,9 +98,7 @@ def _outcome(folder: Path, field: str) -> str:
         if not isinstance(error, InvalidInput | UnsupportedModel) or len(said) > _LONGEST or not named:
             return f"FAULT: unclear {type(error).__name__}: {said}"
         return f"refused: {type(error).__name__}: {said}"
-    blocks = -(-len(_TOKENS) // 4)
-    chunk = SequenceInput(np.array(_TOKENS, np.int32), 0, np.arange(len(_TOKENS)), np.arange(blocks, dtype=np.int32))
-    ours = Runner(loaded, blocks, 4).run([chunk])[0]
+    [ours] = in_chunks(loaded, _TOKENS, [len(_TOKENS)])
     own = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     with torch.inference_mode():
         expected = own(input_ids=torch.tensor([_TOKENS]), use_cache=False).logits[0, -1]

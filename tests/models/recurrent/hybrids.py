@@ -127,14 +127,6 @@ class Steps:
 
 
 @torch.inference_mode()
-def own_logits(loaded: LoadedModel, tokens: list[int]) -> torch.Tensor:
-    """Return the model's own logits after the last of `tokens`."""
-    with own_attention(loaded.model):
-        found: torch.Tensor = loaded.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
-    return found
-
-
-@torch.inference_mode()
 def own_rows(loaded: LoadedModel, texts: list[list[int]]) -> list[torch.Tensor]:
     """Return the model's own logits after each text, by one forward for all texts that begin another one."""
     forwards: list[tuple[list[int], torch.Tensor]] = []

@@ -19,7 +19,8 @@ from radixkv.models.recurrent.forward import StateArena
 from radixkv.models.rounding import TOLERANCE, relative_error
 from radixkv.models.runner import Runner
 from radixkv.sizing.recurrent_state import EMPTY
-from tests.models.recurrent.hybrids import HYBRIDS, Steps, hybrid, own_logits, own_rows, worst
+from tests.models.recurrent.hybrids import HYBRIDS, Steps, hybrid, own_rows, worst
+from tests.models.step_runner import own_logits
 from tests.selection import mostly_long
 from tests.virtual_gpu import VirtualGpu, installed
 
