@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 REMOVED: dict[str, str] = {
     "notify": "--notify was removed: use --bell, or --watch with a command of your own",
+    "notify.log": "notify.log was removed: append the lines of --watch --json to a file",
     "osc9": "osc9 was removed: use bell, or --watch with a command of your own",
     "model": "--model was removed: radixkv demo plays the bundled model, and other commands take MODEL without a flag",
     "queue_blind": "--queue-blind was removed: leave it out, as eviction always spares the text of waiting requests",
@@ -26,6 +27,7 @@ REMOVED: dict[str, str] = {
     "replicas": "--replicas was removed: simulate one engine, and measure a fleet with Dynamo",
     "scrub": "scrub was removed: call engine.audit(blocks), from a thread of your own while requests run",
     "routing": "--routing was removed with --replicas: simulate one engine, and measure a fleet with Dynamo",
+    "verdict_log": "--verdict-log was removed: append the lines of --watch --json to a file",
     "victim": "victim was removed: the request that is cheapest to resume is preempted",
     "web": "--web was removed: use textual serve",
 }

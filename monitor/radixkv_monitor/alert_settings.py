@@ -32,21 +32,6 @@ MAX_BYTES = 1 << 20
 # ---- kinds of values; the message is what a wrong value is not
 
 
-class _LogFile(Kind):
-    """Take the path of a file."""
-
-    def accepts(self, value: Any) -> bool:
-        """See Kind."""
-        return isinstance(value, str) and value != "" and "\0" not in value
-
-    def checked(self, name: str, value: Any) -> Path:
-        """See Kind."""
-        try:
-            return Path(super().checked(name, value)).expanduser()
-        except RuntimeError as error:
-            raise InvalidInput("a path in a folder of a user of this machine") from error
-
-
 class _Reasons(Kind):
     """Take a list of names of reasons."""
 
@@ -102,9 +87,6 @@ class AlertSettings:
 
     thresholds: Thresholds = field(default=DEFAULTS, metadata={"help": "see Thresholds"})
     bell: bool = setting(False, Flag(message="true or false"), "whether to ring the bell of the terminal")
-    log: Path | None = setting(  # noqa: RUF009 - it returns a field
-        None, _LogFile(message="the path of a file"), "file to which a JSON line is appended"
-    )
     after: float = setting(
         5.0, Number(low=0, message="a time of at least 0 seconds"), "seconds for which a level must hold to count"
     )
@@ -140,15 +122,15 @@ def read_settings(path: Path) -> AlertSettings:
     if len(data) > MAX_BYTES:
         raise InvalidInput(f"{path} has more than {size_text(MAX_BYTES)}: name a TOML file with --alerts")
     try:
-        return parse_settings(data.decode("utf-8"), path.parent)
+        return parse_settings(data.decode("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidInput(f"{path} is not TOML: {error}; correct it, or name another file with --alerts") from error
     except InvalidInput as error:
         raise InvalidInput(f"{path}: {error}") from error
 
 
-def parse_settings(text: str, folder: Path = Path()) -> AlertSettings:
-    """Parse the text of a settings file; relative paths in it start at `folder`.
+def parse_settings(text: str) -> AlertSettings:
+    """Parse the text of a settings file.
 
     Raises TOMLDecodeError for text that is not TOML, and InvalidInput for unknown keys and wrong values.
 
@@ -158,8 +140,6 @@ def parse_settings(text: str, folder: Path = Path()) -> AlertSettings:
     tables = _table(tomllib.loads(text), "", {"thresholds": _TABLE, "notify": _TABLE})
     thresholds = _table(tables.get("thresholds", {}), "thresholds.", kinds(Thresholds))
     notify = _table(tables.get("notify", {}), "notify.", kinds(AlertSettings))
-    if "log" in notify:
-        notify["log"] = folder / notify["log"]
     return AlertSettings(Thresholds(**thresholds), **notify)
 
 
@@ -171,7 +151,7 @@ def _table(given: Mapping[str, Any], prefix: str, allowed: Mapping[str, Kind]) -
     made = {}
     for key, value in given.items():
         if key not in allowed:
-            refuse_removed([key])
+            refuse_removed([prefix + key, key])
             raise InvalidInput(f"the key {prefix}{key} is unknown; allowed are {', '.join(allowed)}")
         kind = allowed[key]
         try:

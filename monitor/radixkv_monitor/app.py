@@ -32,6 +32,7 @@ from radixkv_monitor.dialogs import (
     ConfirmScreen,
     ExportScreen,
     HelpScreen,
+    InfoScreen,
     SafeCommandPalette,
     copied_json,
     copied_text,
@@ -51,7 +52,6 @@ from radixkv_monitor.self_usage import FRAMES_PER_SECOND, FrameLimiter, UsageMet
 from radixkv_monitor.shutdown import exit_on_signals, has_shell
 from radixkv_monitor.state import State
 from radixkv_monitor.theme import DARK, LIGHT, THEMES
-from radixkv_monitor.verdict_screen import InfoScreen
 from radixkv_monitor.views import VIEWS, Selected, Selection, Table, View
 from radixkv_monitor.widgets.status_lines import Banner, BottomLine, TopLine
 
@@ -92,8 +92,7 @@ class MonitorApp(App[None]):
         self.sort = sort
         self._record_to = record_to
         self.playback = Playback(feed)
-        report = partial(self.notify, title="Alerts", severity="error")
-        self.alerter = Alerter(feed, alerts or AlertSettings(), write_terminal=self._write_terminal, report=report)
+        self.alerter = Alerter(feed, alerts or AlertSettings(), write_terminal=self._write_terminal)
         self.selection = Selection()
         self.shown: State | None = None
         self.read_only = read_only
@@ -379,13 +378,13 @@ class MonitorApp(App[None]):
         self.push_screen(HelpScreen(sections))
 
     def action_info(self) -> None:
-        """Show in full the texts that lines may cut, and the log of verdict changes."""
+        """Show in full the texts that lines may cut."""
         parts = [("Notices", self.playback.banner[0])]
         if self.shown is not None:
             parts = [*verdict_texts(self.shown, self.alerter.settings.thresholds), *parts]
         if self.view is not None:
             parts += view_texts(self.view)
-        self.push_screen(InfoScreen(parts, self.alerter.log, lambda: self.alerter.now))
+        self.push_screen(InfoScreen(parts))
 
     def action_command_palette(self) -> None:
         """Open the command palette, unless it is open."""
@@ -401,7 +400,7 @@ class MonitorApp(App[None]):
             show = partial(self.call_later, self.action_show, entry.name)
             yield SystemCommand(entry.title, entry.about.capitalize(), show)
         yield SystemCommand("Engines", "Watch another running engine", self.action_switch)
-        yield SystemCommand("Info", "Show the selected item in full, the verdict and its changes", self.action_info)
+        yield SystemCommand("Info", "Show the selected item and the verdict in full", self.action_info)
         yield SystemCommand("Freeze", "Freeze the screen, or resume", self.action_freeze)
         yield SystemCommand("Record", "Start or stop recording to a file", self.action_record)
         yield SystemCommand("Save the past", "Write the last ten minutes to a file", self.action_save)
@@ -434,11 +433,6 @@ class MonitorApp(App[None]):
             self.call_after_refresh(lambda: self._save_text(str(view.id), "svg", screenshot(self)))
         else:
             self._write_table(view.export(), kind)
-
-    @on(InfoScreen.Export)
-    def export_verdicts(self, message: InfoScreen.Export) -> None:
-        """Write the log of verdict changes to a file."""
-        self._write_table(message.table, message.kind)
 
     def _write_table(self, table: Table, kind: str) -> None:
         self._save_text(table.name, kind, table.to_json() if kind == "json" else table.to_csv())

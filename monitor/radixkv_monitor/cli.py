@@ -195,7 +195,7 @@ def _once(arguments: argparse.Namespace) -> int:
     """Print one summary."""
     from radixkv_monitor.print_once import damage, first_state, to_dict, to_text
     from radixkv_monitor.summary import summarise, verdict
-    from radixkv_monitor.verdict_log import without
+    from radixkv_monitor.verdict_changes import without
 
     settings = _alert_settings(arguments)
     watched = WATCHED if arguments.seconds is None else arguments.seconds
@@ -239,12 +239,12 @@ def _alert_settings(arguments: argparse.Namespace) -> AlertSettings:
     from radixkv_monitor.alert_settings import find_settings
 
     found = find_settings(arguments.alerts)
-    return replace(found, bell=found.bell or arguments.bell, log=arguments.verdict_log or found.log)
+    return replace(found, bell=found.bell or arguments.bell)
 
 
 def _status_of(fail_on: Level | None, level: Level, reasons: Sequence[Reason]) -> int:
     """Return the status of a verdict. If it has the level of --fail-on, its reasons go to standard error."""
-    from radixkv_monitor.verdict_log import reaches
+    from radixkv_monitor.verdict_changes import reaches
 
     if fail_on is None or not reaches(level, fail_on):
         return OK

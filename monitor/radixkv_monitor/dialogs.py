@@ -98,6 +98,22 @@ class TextScreen(TextDialog[None]):
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,enter", "dismiss", "Close")]
 
 
+class InfoScreen(TextScreen):
+    """Show the titled texts `parts`; empty ones are left out."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("i", "dismiss", "Close")]
+
+    def __init__(self, parts: Sequence[tuple[str, str]]) -> None:
+        super().__init__()
+        self.parts = [(title, text) for title, text in parts if text]
+
+    def text(self) -> Content:
+        """Return the titles and texts."""
+        return Content("").join(
+            Content.assemble((title, "bold $primary"), f"\n{text}\n\n") for title, text in self.parts
+        )
+
+
 class HelpScreen(TextScreen):
     """Show all keys, and the words that the screens use."""
 

@@ -93,7 +93,6 @@ def _add_alerts(made: argparse.ArgumentParser) -> None:
         "--alerts", metavar="FILE", type=Path, help="a TOML file of thresholds and alerts, in place of the user's own"
     )
     group.add_argument("--bell", action="store_true", help="ring the terminal's bell when the level changes")
-    group.add_argument("--verdict-log", metavar="FILE", type=Path, help="append a JSON line to this file then")
 
 
 def _add_others(made: argparse.ArgumentParser) -> None:
@@ -126,8 +125,8 @@ RULES: tuple[tuple[Callable[[argparse.Namespace], object], str], ...] = (
     (lambda given: given.json and not (given.once or given.watch), "--json goes with --once or --watch"),
     (lambda given: given.fail_on and not (given.once or given.watch), "--fail-on goes with --once or --watch"),
     (
-        lambda given: given.once and (given.bell or given.verdict_log),
-        "--bell and --verdict-log go with the screen or --watch",
+        lambda given: given.once and given.bell,
+        "--bell goes with the screen or --watch",
     ),
     (lambda given: given.watch and given.replay, "--watch goes with a running engine: read a recording with --once"),
     (lambda given: given.watch and given.record, "--record goes with the screen, not with --watch"),

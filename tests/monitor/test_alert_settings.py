@@ -46,7 +46,6 @@ telemetry_share = 0.02
 
 [notify]
 bell = true
-log = "logs/verdicts.jsonl"
 after = 30
 ignore = ["preemptions", "stale"]
 """
@@ -60,7 +59,7 @@ def test_every_key_is_read(tmp_path: Path) -> None:
     expected |= {"hit_rate": 0.25, "ttft_p50": 0.5, "ttft_p90": 1.5, "ttft_p99": 3.0, "queue_time_p90": 2.0}
     expected |= {"itl_p50": 0.05, "itl_p90": 0.1, "itl_p99": None, "telemetry_share": 0.02}
     assert asdict(found.thresholds) == expected, "a new threshold needs an example here"
-    notify = AlertSettings(found.thresholds, True, tmp_path / "logs/verdicts.jsonl", 30.0)
+    notify = AlertSettings(found.thresholds, True, 30.0)
     assert found == replace(notify, ignore=frozenset({"preemptions", "stale"}))
 
 
@@ -68,12 +67,6 @@ def test_keys_that_are_absent_keep_their_defaults() -> None:
     assert parse_settings("") == AlertSettings()
     assert parse_settings("[thresholds]\nheld = 0.5").thresholds == replace(DEFAULTS, held=0.5)
     assert parse_settings("[notify]\nbell = true").thresholds == DEFAULTS
-
-
-def test_a_path_starts_at_the_file_or_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
-    for written, path in (("a.jsonl", "/etc/a.jsonl"), ("/tmp/a", "/tmp/a"), ("~/a", "/home/me/a")):
-        assert parse_settings(f'[notify]\nlog = "{written}"', Path("/etc")).log == Path(path)
 
 
 @pytest.mark.parametrize(
@@ -96,16 +89,14 @@ def test_a_path_starts_at_the_file_or_at_home(monkeypatch: pytest.MonkeyPatch) -
         ("[thresholds]\nttft_p50 = 1979-05-27", ("is not a time",)),
         ("[notify]\nbell = 1", ("notify.bell = 1 is not true or false",)),
         ("[notify]\nafter = false", ("notify.after = false is not a time of at least 0 seconds",)),
-        ("[notify]\nlog = ''", ("notify.log = '' is not the path of a file",)),
-        ("[notify]\nlog = '~nosuchuser/a'", ("is not a path in a folder of a user",)),
-        ("[notify]\nlog = [1, 2]", ("notify.log = [1, 2] is not the path of a file",)),
+        ("[notify]\nlog = 'a'", ("append the lines of --watch --json",)),
         ("[notify]\nignore = 'held'", ("notify.ignore = 'held' is not a list of these names: held, regret",)),
         (
             "[notify]\nignore = ['held', 'x']",
             ("is not a list of these names", "crashed, differing, disk, host, silent, stale"),
         ),
         ("[notify]\nignore = [[1]]", ("is not a list of these names",)),
-        ("[notify]\nsound = true", ("the key notify.sound is unknown; allowed are bell, log, after, ignore",)),
+        ("[notify]\nsound = true", ("the key notify.sound is unknown; allowed are bell, after, ignore",)),
         ("[thresholds\nheld = 1", ("is not TOML", "line 1")),
         ("x = " + "[" * 100_000, ("is not TOML",)),
     ],

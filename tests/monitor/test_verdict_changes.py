@@ -1,4 +1,4 @@
-"""Test the log of verdict changes: levels that hold, short excursions, other engines, and recordings that go back."""
+"""Test changes of the verdict: levels that hold, and short excursions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv_monitor.summary import Level, Reason, Verdict
-from radixkv_monitor.verdict_log import KEPT, SEVERITIES, VerdictChange, VerdictLog, one_line, without
+from radixkv_monitor.verdict_changes import SEVERITIES, LevelChanges, VerdictChange, one_line, without
 
 LEVELS: tuple[Level, ...] = ("good", "idle", "warn", "bad")
 FAILED = Reason("failed", "bad", "3 requests failed")
@@ -18,7 +18,7 @@ def of(level: Level) -> Verdict:
     return Verdict(level, f"It is {level}", () if level in ("good", "idle") else (Reason("held", level, "held"),))
 
 
-def logged(log: VerdictLog, *levels: Level, start: float = 0.0) -> list[VerdictChange]:
+def logged(log: LevelChanges, *levels: Level, start: float = 0.0) -> list[VerdictChange]:
     """Pass a verdict per second; return the changes."""
     made = (log.take("engine-1", of(level), 1000.0 + start + at, start + at) for at, level in enumerate(levels))
     return [each for each in made if each is not None]
@@ -29,7 +29,7 @@ def names(changes: list[VerdictChange]) -> list[tuple[Level | None, Level, float
 
 
 def test_a_level_counts_from_its_start_once_it_held() -> None:
-    log = VerdictLog(after=5.0)
+    log = LevelChanges(after=5.0)
     assert names(logged(log, "good", *["bad"] * 5)) == [(None, "good", 1000.0)]
     (change,) = logged(log, "bad", start=6.0)
     assert names([change]) == [("good", "bad", 1001.0)]
@@ -38,47 +38,24 @@ def test_a_level_counts_from_its_start_once_it_held() -> None:
 
 
 def test_a_short_excursion_is_no_change() -> None:
-    log = VerdictLog(after=5.0)
+    log = LevelChanges(after=5.0)
     assert names(logged(log, *(["good"] + ["bad"] * 4) * 5)) == [(None, "good", 1000.0)]
 
 
 def test_levels_that_alternate_count_as_the_milder_one_and_improve_to_the_worse_one() -> None:
-    log = VerdictLog(after=5.0)
+    log = LevelChanges(after=5.0)
     assert names(logged(log, "good", *["warn", "bad"] * 6)) == [(None, "good", 1000.0), ("good", "warn", 1001.0)]
     assert names(logged(log, *["bad"] * 6, start=13.0)) == [("warn", "bad", 1012.0)]
     assert names(logged(log, *["good", "warn"] * 6, start=19.0)) == [("bad", "warn", 1019.0)]
 
 
 def test_work_and_rest_are_no_change() -> None:
-    assert names(logged(VerdictLog(after=0.0), *["good", "idle"] * 9)) == [(None, "good", 1000.0)]
+    assert names(logged(LevelChanges(after=0.0), *["good", "idle"] * 9)) == [(None, "good", 1000.0)]
 
 
 def test_a_first_problem_must_hold_and_has_no_previous_level() -> None:
-    assert names(logged(VerdictLog(after=5.0), *["warn"] * 6)) == [(None, "warn", 1000.0)]
-    assert logged(VerdictLog(after=5.0), *["warn"] * 5) == []
-
-
-def test_another_source_starts_with_a_level_of_its_own() -> None:
-    log = VerdictLog(after=0.0)
-    logged(log, "good", "bad")
-    log.restart()
-    assert names(logged(log, "bad", start=-50.0)) == [(None, "bad", 950.0)]
-    assert len(log.changes) == 3, "the log is kept"
-
-
-def test_a_recording_that_goes_back_takes_later_changes_with_it() -> None:
-    log = VerdictLog(after=1.0)
-    logged(log, "good", "good", "warn", "warn", "bad", "bad", "bad")
-    assert [each.level for each in log.changes] == ["good", "warn", "bad"]
-    assert logged(log, "warn", start=3.5) == []
-    assert [each.level for each in log.changes] == ["good", "warn"]
-    assert names(logged(log, "bad", "bad", start=4.0)) == [("warn", "bad", 1004.0)]
-
-
-def test_a_log_is_bounded() -> None:
-    log = VerdictLog(after=0.0)
-    logged(log, *["good", "bad"] * KEPT)
-    assert len(log.changes) == KEPT and log.changes[-1].time == 1000.0 + 2 * KEPT - 1
+    assert names(logged(LevelChanges(after=5.0), *["warn"] * 6)) == [(None, "warn", 1000.0)]
+    assert logged(LevelChanges(after=5.0), *["warn"] * 5) == []
 
 
 @given(st.lists(st.sampled_from(LEVELS), max_size=40), st.integers(0, 6))
@@ -86,7 +63,7 @@ def test_every_change_is_of_a_level_that_held(levels: list[Level], after: int) -
     """Compare with all verdicts of the last `after` seconds: none is milder than a worse level, nor worse than a better
     one.
     """
-    log = VerdictLog(after=float(after))
+    log = LevelChanges(after=float(after))
     was: int | None = None
     for at, level in enumerate(levels):
         change = log.take("e", of(level), float(at), float(at))

@@ -1,14 +1,13 @@
-"""Log the changes of the verdict's level.
+"""Find the changes of the verdict's level.
 
-A level counts once it held for some seconds, so a short excursion is no change. The log reads no clock: the caller
-passes the times, so it serves live engines, recordings and reports.
+A level counts once it held for some seconds, so a short excursion is no change. No clock is read: the caller passes the
+times.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,9 +16,6 @@ from radixkv_monitor.summary import Level, Reason, Verdict
 
 SEVERITIES: dict[Level, int] = {"good": 0, "idle": 0, "warn": 1, "bad": 2}
 """A working and an idle engine are equally well, so a change between the two is no change of the level."""
-KEPT = 1000
-"""The changes that a log keeps."""
-
 _Began = dict[int, tuple[float, float]]
 """The time and the tick since which all verdicts are on one side of a severity."""
 
@@ -53,15 +49,14 @@ class VerdictChange:
         return f"{when}  {self.level:<4}  {one_line(self.sentence)}"
 
 
-class VerdictLog:
-    """The changes of the verdict's level, the oldest first; at most KEPT.
+class LevelChanges:
+    """The level of the verdicts of one source.
 
     A level counts after `after` seconds in which all verdicts were at least as severe, or at most as severe if it is an
     improvement. A first verdict without a problem counts at once.
     """
 
     def __init__(self, after: float = 5.0) -> None:
-        self.changes: deque[VerdictChange] = deque(maxlen=KEPT)
         self.after = after
         self._level: Level | None = None
         self._tick = -math.inf
@@ -69,20 +64,11 @@ class VerdictLog:
         self._at_most: _Began = {}
         self._newest: dict[int, Verdict] = {}
 
-    def restart(self) -> None:
-        """Treat the next verdict as the first of another source; the log is kept."""
-        self._level, self._tick = None, -math.inf
-        for each in (self._at_least, self._at_most, self._newest):
-            each.clear()
-
     def take(self, engine: str, found: Verdict, when: float, tick: float) -> VerdictChange | None:
         """Add a verdict, and return the change of the level that it completes, if any.
 
-        `when` is the time for the log, and `tick` the time by which levels hold, in seconds of a clock that never goes
-        back. If it goes back nevertheless, as in a recording, the changes after `when` are removed.
+        `when` is the time of the change, and `tick` the time by which levels hold, in seconds of a monotonic clock.
         """
-        if tick < self._tick:
-            self._rewind(when)
         self._tick = tick
         severity = SEVERITIES[found.level]
         self._newest[severity] = found
@@ -95,31 +81,23 @@ class VerdictLog:
         return self._change(engine)
 
     def _change(self, engine: str) -> VerdictChange | None:
-        """Log the level that held for long enough, if it differs from the level before."""
+        """Return the level that held for long enough, if it differs from the level before."""
         if self._level is None and 0 in self._at_most:
-            return self._add(engine, 0, self._at_most[0][0])
+            return self._changed(engine, 0, self._at_most[0][0])
         current = SEVERITIES[self._level or "good"]
         worse = [(self._at_least, bound) for bound in (2, 1) if bound > current]
         better = [(self._at_most, bound) for bound in (0, 1) if bound < current]
         for began, bound in (*worse, *better):
             when, tick = began.get(bound, (0.0, math.inf))
             if self._tick - tick >= self.after:
-                return self._add(engine, bound, when)
+                return self._changed(engine, bound, when)
         return None
 
-    def _add(self, engine: str, severity: int, when: float) -> VerdictChange:
+    def _changed(self, engine: str, severity: int, when: float) -> VerdictChange:
         found = self._newest[severity]
         change = VerdictChange(when, engine, self._level, found.level, found.sentence, found.reasons)
         self._level = found.level
-        self.changes.append(change)
         return change
-
-    def _rewind(self, when: float) -> None:
-        """Remove the changes after `when`."""
-        while self.changes and self.changes[-1].time > when:
-            self.changes.pop()
-        self.restart()
-        self._level = self.changes[-1].level if self.changes else None
 
 
 def without(found: Verdict, ignored: Iterable[str]) -> Verdict:
