@@ -272,7 +272,7 @@ def test_commands_at_random_moments_change_no_answer(kind: str) -> None:
         verbs: Counter[tuple[str, bool]] = Counter()
         answers = {"right": 0, "cancelled": 0}
         turn = 0
-        while turn < 150 or running or not all(verbs[verb, True] for verb in commands):
+        while turn < 60 or running or not all(verbs[verb, True] for verb in commands):
             turn += 1
             if len(running) < 6:
                 submitted += 1
@@ -297,5 +297,5 @@ def test_commands_at_random_moments_change_no_answer(kind: str) -> None:
                         answers["cancelled"] += 1
                 running.clear()
                 engine.client.thread.ask(engine.core.cache.check)
-        assert answers["right"] > 20 and answers["cancelled"] == engine.stats().cancelled > 0
+        assert answers["right"] > 10 and answers["cancelled"] == engine.stats().cancelled > 0
         monitor.close()

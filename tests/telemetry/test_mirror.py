@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,8 +23,7 @@ def session(number: int) -> SessionRecord:
     return SessionRecord(number, None, 1, 0, 10, 10, 5, 2, 1.0, 2.0)
 
 
-@pytest.mark.long
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.lists(CHANGES, max_size=4))
 def test_a_late_client_gets_the_same_state(every):
     mirror = mirror_of(*every)

@@ -45,7 +45,7 @@ def test_what_is_cut_into_pages_is_one_moment():
     assert sum(len(frame.changes.nodes) for frame in frames) == 4999
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(CHANGES)
 def test_pages_lose_nothing_and_only_the_first_resets(changes):
     cut = paginate(changes)

@@ -85,7 +85,7 @@ def refusal(data: bytes, **options: int) -> str:
     return str(refused.value)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(FRAMES, max_size=4), st.data())
 def test_frames_survive_any_split_of_the_stream(frames, data):
     stream = b"".join(map(encode, frames))
@@ -97,7 +97,7 @@ def test_frames_survive_any_split_of_the_stream(frames, data):
     assert decoder.pending == 0
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.binary(max_size=200) | st.binary(max_size=60).map(framed), st.integers(0, 3))
 def test_garbage_is_refused_or_waits_for_more_and_is_never_another_error(garbage, good):
     decoder = Decoder(limit=4096)
@@ -106,7 +106,7 @@ def test_garbage_is_refused_or_waits_for_more_and_is_never_another_error(garbage
     assert decoder.pending <= (0 if refused else 4099)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(FRAMES, st.data())
 def test_a_flipped_byte_is_another_frame_or_refused(frame, data):
     stream = bytearray(encode(frame))
@@ -124,7 +124,7 @@ KEYS = ("body", "page", "pages", "dropped", "reason", "engine", "token", "hz")
 BODY = st.fixed_dictionaries({"time": TIME}, optional=dict.fromkeys(Changes.__slots__[1:], ANYTHING))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from(["hello", "snapshot", "delta", "gap", "bye", "attach", "event"]),
     st.fixed_dictionaries({}, optional={**dict.fromkeys(KEYS, ANYTHING), "body": ANYTHING | BODY}),

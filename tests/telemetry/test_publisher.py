@@ -47,12 +47,12 @@ def test_a_quiet_engine_gives_signs_of_life_and_is_not_asked():
 
 def test_large_snapshots_come_in_pages_and_deltas_after_them():
     with serving() as (publisher, engine):
-        engine.change(*many(6000))
+        engine.change(*many(2000))
         first = Reader(publisher.path)
         first.until_current(engine)
         first.close()
         readers = [Reader(publisher.path) for _ in range(3)]
-        for step in range(20):
+        for step in range(8):
             engine.change(node(step + 1, blocks=(7, step + 1)))
             for reader in readers:
                 reader.read()
@@ -66,7 +66,7 @@ def test_a_large_tree_is_packed_in_pieces_with_rests_between(monkeypatch):
     rests = []
     monkeypatch.setattr(frame_log, "_pause", lambda: rests.append(1))
     with serving() as (publisher, engine):
-        engine.change(*many(6000))
+        engine.change(*many(2000))
         for _ in range(2):  # the second reader gets the whole state
             reader = Reader(publisher.path)
             reader.until_current(engine)

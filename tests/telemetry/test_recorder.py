@@ -7,7 +7,7 @@ from array import array
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixkv.cache import POLICIES, PrefixCache
@@ -234,6 +234,7 @@ def test_a_namespace_is_named_but_never_asked() -> None:
     assert names == [None, "a" * 64, "5", "(salt, 7, Tenant)", "Tenant"]
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 500), st.integers(1, 9)), max_size=40))
 def test_runs_are_the_blocks_again_in_as_few_runs_as_there_are(pieces: list[tuple[int, int]]) -> None:
     blocks = [block for first, count in pieces for block in range(first, first + count)]

@@ -20,7 +20,7 @@ def test_a_stalled_reader_costs_frames_and_bounded_memory():
         stalled, healthy = Reader(publisher.path), Reader(publisher.path)
         wait_until(lambda: publisher.attached == 2)
         most = 0
-        for step in range(30):
+        for step in range(10):
             engine.change(*many(1000, seed=step))
             healthy.until_current(engine)
             most = max(most, publisher.buffered)
@@ -41,7 +41,7 @@ def test_a_slow_reader_of_a_moving_target_ends_up_with_the_truth():
     with serving(buffer=64 * 1024) as (publisher, engine):
         slow = Reader(publisher.path)
         slow.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        for step in range(40):
+        for step in range(15):
             engine.change(*many(1000, seed=step))
             wait_until(lambda: not engine.pending())
             slow.read(2000)
