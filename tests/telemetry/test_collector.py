@@ -102,19 +102,6 @@ def test_a_hurry_counts_for_the_next_question_only(engine: Engine) -> None:
 # ---- waiting for a fresh answer
 
 
-def test_a_waiting_caller_asks_at_once_and_goes_on_with_the_answer(engine: Engine) -> None:
-    def publisher() -> None:
-        engine.stirred = lambda: None
-        assert engine.collector.next_request(RARELY) == 0.0
-        engine.turn()
-        engine.answer()
-        engine.turn()
-
-    engine.stirred = publisher
-    assert engine.collector.wait(0.0, fresh=True)
-    assert engine.told == [1.0, 2.0]
-
-
 @pytest.mark.parametrize("where", ["pending", "collect", "answer", "publish"])
 def test_a_fault_frees_waiting_callers_and_the_next_question_is_asked(
     engine: Engine, where: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -142,14 +129,3 @@ def test_a_fault_frees_waiting_callers_and_the_next_question_is_asked(
     assert engine.told == [1.0]
     assert engine.collector.wait(0.0, fresh=True)
     assert len(engine.told) == 2
-
-
-def test_the_end_frees_all_waiting_callers(engine: Engine) -> None:
-    engine.stirred = engine.turn
-    assert not engine.collector.wait(0.0, fresh=True)  # requested, and not answered
-    engine.stirred = lambda: None
-    assert not engine.collector.wait(0.0, fresh=True)  # not even requested
-    events = [*engine.collector._waiting_now, *engine.collector._waiting_next]
-    assert len(events) == 2
-    engine.collector.close()
-    assert all(event.is_set() for event in events)

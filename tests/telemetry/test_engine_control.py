@@ -110,7 +110,7 @@ def test_pins_of_the_monitor_hold_until_they_are_released(caplog: pytest.LogCapt
         reply = monitor.command("pin", leaf.id)
         assert (reply.done, reply.text) == (True, f"pinned the 23 tokens up to the end of node {leaf.id}: 6 blocks")
         monitor.node(lambda each: each.id == leaf.id and each.pins == 1)
-        engine.clear_cache()
+        assert monitor.command("clear", monitor.root(None).id).text.endswith("; requests or pins hold the rest")
         assert engine.probe(list(range(20))).length == 20
         assert not monitor.command("demote", leaf.id).done
         with engine.warm(list(range(20)), pin=True), engine.warm([*range(20), *greedy_reply(range(20), 3)], pin=True):
@@ -120,16 +120,7 @@ def test_pins_of_the_monitor_hold_until_they_are_released(caplog: pytest.LogCapt
             assert engine.stats().cache.pinned_blocks == 5
         nothing = monitor.command("unpin", leaf.id)
         assert (nothing.done, "no pin ends" in nothing.text) == (False, True)
-        assert [level for level, _ in lines(caplog)] == [logging.WARNING, logging.WARNING]
-        assert engine.stats().cache.pinned_blocks == 0
-
-
-def test_a_pin_beyond_the_budget_is_refused_with_the_numbers() -> None:
-    with watched() as (engine, _, monitor):
-        engine.generate([[at % 40 for at in range(220)]], FOUR)
-        leaf = monitor.node(lambda each: each.tokens == 223)
-        reply = monitor.command("pin", leaf.id)
-        assert (reply.done, "the budget is 50" in reply.text) == (False, True)
+        assert [level for level, _ in lines(caplog)] == [logging.WARNING] * 3
         assert engine.stats().cache.pinned_blocks == 0
 
 
@@ -164,23 +155,6 @@ def test_clear_forgets_one_namespace_and_no_other(name: Any, caplog: pytest.LogC
         assert engine.generate([prompt], FOUR, namespace=name)[0].token_ids == tuple(greedy_reply(prompt, 4))
 
 
-def test_clear_leaves_pinned_tokens_and_kept_scores_of_other_namespaces() -> None:
-    prompt = list(range(20))
-    scored = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
-    with watched() as (engine, _, monitor):
-        for namespace in ("ann", "ben"):
-            engine.generate([prompt], scored, namespace=namespace)
-        with engine.warm(prompt[:8], pin=True, namespace="ann"):
-            reply = monitor.command("clear", monitor.root("ann").id)
-            assert reply.text == "cleared namespace 'ann': freed 3 blocks; requests or pins hold the rest"
-            assert engine.probe(prompt, namespace="ann").length == 8
-            before = engine.stats().reused_scores
-            engine.generate([prompt], scored, namespace="ann")
-            assert engine.stats().reused_scores == before
-            engine.generate([prompt], scored, namespace="ben")
-            assert engine.stats().reused_scores == before + 19
-
-
 def test_a_wrong_kind_of_node_is_refused() -> None:
     with watched() as (engine, _, monitor):
         engine.generate([list(range(20))], FOUR)
@@ -192,68 +166,20 @@ def test_a_wrong_kind_of_node_is_refused() -> None:
         assert engine.probe(list(range(20))).length == 20
 
 
-def test_both_tiers_of_a_namespace_are_cleared_and_host_nodes_are_not_pinned() -> None:
-    engine, _ = make_engine(12, 4, host_blocks=40, monitor="rw")
-    with engine:
-        assert engine.monitoring is not None
-        monitor = Monitor(engine.monitoring.publisher.path)
-        for first in range(4):
-            engine.generate([[first, *range(20)]], FOUR)
-        engine.generate([[30, *range(20)]], FOUR, namespace="other")
-        on_host = monitor.node(lambda each: each.residence == "host")
-        assert "in host memory" in monitor.command("pin", on_host.id).text
-        assert monitor.command("demote", on_host.id).done
-        before = engine.stats().cache
-        assert before.host_nodes > 0
-        reply = monitor.command("clear", monitor.root(None).id)
-        after = engine.stats().cache
-        host = after.host_free_blocks - before.host_free_blocks
-        assert host > 0 and f"{host} blocks on the host; nothing of it is left" in reply.text
-        assert all(not engine.probe([first, *range(20)]).matched for first in range(4))
-        assert engine.probe([30, *range(20)], namespace="other").matched
-        check(engine)
-        monitor.close()
-
-
-@pytest.mark.parametrize("monitor", [True, "tcp://127.0.0.1:0"])
+@pytest.mark.parametrize("monitor", [True, "tcp://127.0.0.1:0", "rw+tcp://127.0.0.1:0"])
 def test_engines_execute_no_command_unless_they_are_loaded_so(monitor: Any) -> None:
     with watched(monitor=monitor) as (engine, _, reader):
+        publisher = engine.monitoring.publisher  # type: ignore[union-attr]
+        assert (publisher.tcp is None) == (monitor is True)
         first = reader.frames[0]
-        assert isinstance(first, Hello) and not first.facts.control
+        assert isinstance(first, Hello) and first.facts.control == (monitor not in (True, "tcp://127.0.0.1:0"))
         engine.generate([list(range(20))], FOUR)
+        if first.facts.control:
+            assert reader.command("clear", reader.root(None).id).done
+            return
         reader.socket.sendall(encode(Command(1, "clear", reader.root(None).id)))
         assert "monitor='rw'" in (reader.until_the_end() or "")
         assert engine.probe(list(range(20))).length == 20
-
-
-def test_an_engine_with_control_and_a_port_lets_its_tcp_clients_only_read() -> None:
-    with watched(monitor="rw+tcp://127.0.0.1:0") as (engine, _, local):
-        assert engine.monitoring is not None
-        publisher = engine.monitoring.publisher
-        remote = Monitor(f"tcp://{publisher.tcp}", token=publisher.token or "")
-        engine.generate([list(range(20))], FOUR)
-        root = remote.root(None)
-        first = remote.frames[0]
-        assert isinstance(first, Hello) and not first.facts.control
-        remote.socket.sendall(encode(Command(1, "clear", root.id)))
-        assert "monitor='rw'" in (remote.until_the_end() or "")
-        assert engine.probe(list(range(20))).length == 20
-        assert local.command("clear", root.id).done
-        remote.close()
-
-
-def test_a_command_at_the_end_of_an_engine_is_not_executed_and_harms_nothing() -> None:
-    engine, _ = make_engine(100, 4, monitor="rw")
-    assert engine.monitoring is not None
-    monitor = Monitor(engine.monitoring.publisher.path)
-    engine.generate([list(range(20))], FOUR)
-    root = monitor.root(None)
-    engine.client.thread.close()
-    reply = monitor.command("clear", root.id)
-    assert (reply.done, "closed" in reply.text) == (False, True)
-    engine.close()
-    assert "closed" in (monitor.until_the_end() or "")
-    monitor.close()
 
 
 STORMS: dict[str, dict[str, Any]] = {"one tier": {}, "two tiers": {"host_blocks": 40}, "states": {"snapshots": 6}}
@@ -270,9 +196,11 @@ def test_commands_at_random_moments_change_no_answer(kind: str) -> None:
         running: list[tuple[list[int], Any]] = []
         commands, submitted = ("cancel", "pin", "unpin", "demote", "clear"), 0
         verbs: Counter[tuple[str, bool]] = Counter()
+        texts: set[str] = set()
+        words = {"in host memory", " on the host"} if kind == "two tiers" else set()
         answers = {"right": 0, "cancelled": 0}
         turn = 0
-        while turn < 60 or running or not all(verbs[verb, True] for verb in commands):
+        while turn < 30 or running or not all(verbs[verb, True] for verb in commands) or words - texts:
             turn += 1
             if len(running) < 6:
                 submitted += 1
@@ -285,7 +213,9 @@ def test_commands_at_random_moments_change_no_answer(kind: str) -> None:
             if verb == "unpin":
                 known = [each for each in known if each.pins] or known
             at = [each.id for each in known] if verb != "cancel" else [*monitor.mirror.live, submitted]
-            verbs[verb, monitor.command(verb, rng.choice(at or [turn])).done] += 1
+            reply = monitor.command(verb, rng.choice(at or [turn]))
+            verbs[verb, reply.done] += 1
+            texts |= {word for word in words if word in reply.text}
             assert turn < 3000, verbs
             if len(running) == 6:
                 for prompt, handle in running:
@@ -297,5 +227,5 @@ def test_commands_at_random_moments_change_no_answer(kind: str) -> None:
                         answers["cancelled"] += 1
                 running.clear()
                 engine.client.thread.ask(engine.core.cache.check)
-        assert answers["right"] > 10 and answers["cancelled"] == engine.stats().cancelled > 0
+        assert answers["right"] > 5 and answers["cancelled"] == engine.stats().cancelled > 0
         monitor.close()

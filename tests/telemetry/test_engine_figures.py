@@ -79,8 +79,10 @@ def test_preemptions_lie_between_admission_and_end() -> None:
         handles = [engine.submit([start, *range(20, 30)], FOUR_TIMES_FIVE) for start in (1, 2, 3)]
         for handle in handles:
             handle.result()
-        records = ended(look(engine, mirror))
-    assert sum(record.preemptions for record in records) > 0
+        records, stats = ended(look(engine, mirror)), engine.stats()
+    assert sum(record.preemptions for record in records) == stats.preemptions > 0
+    assert sum(record.recomputed_tokens for record in records) == stats.recomputed_tokens
+    assert sum(record.cached_tokens for record in records) == stats.cached_tokens
     for record in records:
         assert len(spans(record)) == min(record.preemptions, PREEMPTIONS)
         assert record.admitted is not None and record.ended is not None

@@ -143,20 +143,6 @@ def test_tokens_whose_recurrent_state_is_gone_are_counted_and_the_old_reason_sta
         assert mirror.stats["cache.state_slots_used"] == 2
 
 
-@pytest.mark.parametrize(("snapshots", "cached"), [(8, 64), (0, 0)])
-def test_tokens_whose_recurrent_state_is_gone_are_counted_on_the_host_too(snapshots: int, cached: int) -> None:
-    engine, _, mirror = watched(num_blocks=32, host_blocks=64, snapshots=snapshots)
-    with engine:
-        text, one = [at % 49 for at in range(90)], SamplingParams(max_tokens=1)
-        for prompt in (text, [30] * 80, [*text[:80], 49, 48]):
-            engine.generate([prompt], one)
-        record = ended(look(engine, mirror))[-1]
-        assert any(node.residence == "host" for node in mirror.nodes.values())
-        loaded = engine.stats().host_tokens  # fewer than the hit, as a part of it was on the device
-        assert (record.cached_tokens, record.host_tokens) == (cached, loaded) and loaded == cached // 4
-        assert (record.miss_reason, record.miss_at, record.miss_without_state) == ("diverged", 80, 80 - cached)
-
-
 def test_phases_are_told_while_they_last_and_sequences_say_whose_they_are() -> None:
     engine, runner, mirror = watched(max_sequences=1, max_batch_tokens=4, prefill_chunk=4)
     runner.gate = threading.Semaphore(0)
@@ -197,35 +183,6 @@ def test_only_the_first_waiting_request_has_the_reason_of_its_wait() -> None:
         runner.gate.release(1000)
         first.result(), third.result()
         assert {record.waits_for for record in ended(look(engine, mirror))} == {None}
-
-
-def test_a_preempted_request_comes_back() -> None:
-    engine, runner, mirror = watched(num_blocks=12, max_sequences=4)
-    runner.gate = threading.Semaphore(0)
-    long = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0)
-    with engine, let_through(runner.gate):
-        handles = [engine.submit([token] * 6, long) for token in range(3)]
-        told: set[tuple[int, str]] = set()
-        while not all(handle.done for handle in handles):
-            asked = engine.client.thread.call(lambda: mirror.apply(engine.monitoring.recorder.collect()))  # type: ignore[union-attr]
-            while not asked.done():
-                runner.gate.release()
-                time.sleep(0.001)
-            told |= {(record.preemptions, record.phase) for record in mirror.live.values()}
-            wrong = [each for each in mirror.live.values() if (each.phase == "preempted") > bool(each.preemptions)]
-            assert not wrong
-            owners = {record.request for record in mirror.sequences.values()}
-            assert all(
-                each.number not in owners for each in mirror.live.values() if each.phase in ("waiting", "preempted")
-            )
-            assert all(each.number in owners for each in mirror.live.values() if each.phase in ("prefill", "decode"))
-        records = ended(look(engine, mirror))
-        stats = engine.stats()
-    assert (1, "preempted") in told
-    assert stats.preemptions > 0
-    assert sum(record.preemptions for record in records) == stats.preemptions
-    assert sum(record.recomputed_tokens for record in records) == stats.recomputed_tokens
-    assert sum(record.cached_tokens for record in records) == stats.cached_tokens
 
 
 def test_ends_have_names() -> None:

@@ -97,7 +97,7 @@ def test_frames_survive_any_split_of_the_stream(frames, data):
     assert decoder.pending == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.binary(max_size=200) | st.binary(max_size=60).map(framed), st.integers(0, 3))
 def test_garbage_is_refused_or_waits_for_more_and_is_never_another_error(garbage, good):
     decoder = Decoder(limit=4096)
@@ -124,7 +124,7 @@ KEYS = ("body", "page", "pages", "dropped", "reason", "engine", "token", "hz")
 BODY = st.fixed_dictionaries({"time": TIME}, optional=dict.fromkeys(Changes.__slots__[1:], ANYTHING))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from(["hello", "snapshot", "delta", "gap", "bye", "attach", "event"]),
     st.fixed_dictionaries({}, optional={**dict.fromkeys(KEYS, ANYTHING), "body": ANYTHING | BODY}),
