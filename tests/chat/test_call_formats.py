@@ -214,7 +214,7 @@ def test_each_family_has_a_writer() -> None:
 
 
 @pytest.mark.parametrize("family", WRITERS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(CALLS, st.integers(1, 7))
 def test_calls_of_each_family_are_read_as_written(family: str, calls: Calls, size: int) -> None:
     form = BY_NAME[family]
@@ -267,7 +267,7 @@ def test_a_value_without_a_type_takes_it_from_the_schema(key: str, text: str, va
 
 
 @pytest.mark.parametrize("family", WRITERS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(CALLS, st.data())
 def test_random_and_broken_texts_never_raise_and_what_is_no_call_stays(
     family: str, calls: Calls, data: st.DataObject

@@ -152,7 +152,7 @@ def test_required_calls_are_written_in_each_format_and_follow_the_schema(form: C
     template = in_format(form)
     tools = tools_by_name(template.tools)
     given, names = constrained(SamplingParams(), template, CallRule(required=True), "over"), set()
-    for seed in range(6):
+    for seed in range(3):
         text = drawn(template.rendering.tokenizer, template.stop_ids, given, seed, most=1500)
         if text is None:
             continue
@@ -170,7 +170,7 @@ def test_voluntary_calls_in_each_format_leave_other_text_alone(form: CallFormat)
     template = in_format(form)
     given = constrained(SamplingParams(), template, CallRule(strict=frozenset({"trip"}), parallel=False), "over")
     tools = tools_by_name(template.tools)
-    for seed in range(6):
+    for seed in range(3):
         text = drawn(template.rendering.tokenizer, template.stop_ids, given, seed)
         if text is not None:
             _, said = split_thinking(text, tags=template.form.thinking_tags)

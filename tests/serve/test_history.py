@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixkv.serve.history import HistoryIndex
@@ -38,6 +38,7 @@ def said_before(
     return {at: truth[key] for at, key in keys.items() if key in truth}
 
 
+@settings(max_examples=60)
 @given(acts=ACTS)
 def test_what_is_found_is_what_was_remembered_of_these_very_messages(acts: list[Any]) -> None:
     index, truth = HistoryIndex(1 << 30), {}
@@ -61,6 +62,7 @@ def test_what_is_found_is_what_was_remembered_of_these_very_messages(acts: list[
         index.check()
 
 
+@settings(max_examples=60)
 @given(acts=ACTS, capacity=st.integers(0, 12_000))
 def test_bytes_are_bounded_and_what_is_left_is_right(acts: list[Any], capacity: int) -> None:
     index, truth = HistoryIndex(capacity), {}

@@ -84,10 +84,8 @@ def test_texts_have_no_control_tokens() -> None:
     "texts",
     [
         ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
-        ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
         ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"),
         ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>"),
-        ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
     ],
 )
 def test_known_texts_of_tokens(texts: tuple[str, ...]) -> None:

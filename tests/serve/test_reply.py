@@ -51,7 +51,6 @@ NOW = ("now", {"zone": "UTC"})
     ("text", "content", "thinking", "calls"),
     [
         ("Hello <b>you</b>.\n", "Hello <b>you</b>.\n", "", []),
-        ("  Hello", "  Hello", "", []),
         (" \n", " \n", "", []),
         (f"Let me see.\n{CALL}", "Let me see.", "", [NOW]),
         (f"{CALL}\n{CALL}\n", "", "", [NOW, NOW]),
@@ -61,8 +60,6 @@ NOW = ("now", {"zone": "UTC"})
         ("<think>\nhm\n</think>\n\nYes.", "Yes.", "hm", []),
         (f"<think>hm</think>{CALL}", "", "hm", [NOW]),
         ("<think>never ends", "", "never ends", []),
-        ("<think>never ends \n", "", "never ends", []),
-        ("<think><think> ", "", "<think>", []),
         ("not at first <think>x</think>", "not at first <think>x</think>", "", []),
         ("<thin", "<thin", "", []),
     ],
@@ -107,7 +104,6 @@ TO_A_TOOL = " to=functions.now<|channel|>commentary json<|message|>{}<|call|>"
 @pytest.mark.parametrize(
     ("text", "content", "thinking", "calls"),
     [
-        (f"{SPOKEN}Yes.<|return|>", "Yes.", "", []),
         (f"{THOUGHT} hm. <|end|>{AGAIN}{SPOKEN} Yes. ", " Yes. ", "hm.", []),
         (f"{THOUGHT}a\n<|end|>{AGAIN}{THOUGHT} b\n<|end|>{AGAIN}{SPOKEN}Yes.", "Yes.", "a\n\n b", []),
         (f"{THOUGHT}hm<|end|>{AGAIN}{TO_A_TOOL}", f"{AGAIN}{TO_A_TOOL}", "hm", []),
@@ -120,7 +116,6 @@ TO_A_TOOL = " to=functions.now<|channel|>commentary json<|message|>{}<|call|>"
         (f"No head. {SPOKEN}Yes.", "No head. Yes.", "", []),
         (f"assistant {'x' * 300}{SPOKEN}Yes.", f"assistant {'x' * 300}Yes.", "", []),
         ("  Hello", "  Hello", "", []),
-        ("<think>hm</think> Yes.", "Yes.", "hm", []),
         ("<think><think> ", "", "<think>", []),
         ("<think>never ends </thin\n", "", "never ends </thin", []),
     ],

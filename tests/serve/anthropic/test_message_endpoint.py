@@ -96,7 +96,7 @@ def test_a_prompt_that_is_too_long_is_refused_in_the_words_on_which_clients_comp
     assert int(tokens) > 1999
 
 
-@pytest.mark.parametrize("content", ["Some words. " * 20_000, "x" * 300_000, "ü" * 30_000])
+@pytest.mark.parametrize("content", ["Some words. " * 10_000, "ü" * 30_000], ids=["words", "letters"])
 def test_a_prompt_of_any_length_is_counted(content: str):
     """The counted pieces may differ from the whole by some tokens at each cut."""
     body = {"model": "m", "messages": [{"role": "user", "content": content}], "thinking": {"type": "adaptive"}}
