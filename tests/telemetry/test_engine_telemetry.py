@@ -134,7 +134,9 @@ def test_tokens_whose_recurrent_state_is_gone_are_counted_and_the_old_reason_sta
         for number in range(3):
             engine.generate([[*shared, 41 + number, *range(number + 1, 20)]], one)
         assert engine.probe([*shared, 45]).length == 40
-        records = ended(look(engine, mirror))
+        engine.generate([shared[:30]], one)
+        *records, whole = ended(look(engine, mirror))
+        assert (whole.miss_without_state, whole.computed_tokens) == (29, 30), "the last token is always computed"
         assert [record.miss_reason for record in records] == ["never_seen", "diverged", "diverged"]
         assert [record.miss_without_state for record in records] == [0, 40, 0]
         assert [record.miss_at for record in records] == [0, 40, 40]
