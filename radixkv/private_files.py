@@ -10,8 +10,6 @@ left. A process that is killed may leave a file `.radixkv-RANDOM.new` in the fol
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import secrets
 import stat
@@ -77,26 +75,6 @@ def create(path: str | os.PathLike[str], buffering: int = -1) -> IO[bytes]:
     file: IO[bytes] = open(path, "xb", buffering, opener=_private)  # noqa: SIM115 - the caller closes it
     _sync_folder(Path(path))
     return file
-
-
-def append_line(path: str | os.PathLike[str], line: bytes) -> None:
-    """Append a line to a file, which is locked meanwhile and created if it does not exist.
-
-    Without content only the file is created. If the last line was cut off, the new one follows it on a line of its own.
-    It is not synchronized with the disk. Raises FileExistsError for a target that is no regular file, and OSError.
-    """
-    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-    with open(os.open(path, flags, 0o600), "r+b", buffering=0) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise FileExistsError(f"{path} exists and is no regular file: name another one")
-        if not line:
-            return
-        fcntl.flock(file, fcntl.LOCK_EX)
-        length = os.fstat(file.fileno()).st_size
-        is_cut = length > 0 and os.pread(file.fileno(), 1, length - 1) != b"\n"
-        data = (b"\n" if is_cut else b"") + line + b"\n"
-        if os.write(file.fileno(), data) < len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 def open_own(path: str | os.PathLike[str]) -> IO[bytes]:

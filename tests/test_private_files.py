@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import stat
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from radixkv import private_files
-from tests.telemetry.served import room
 
 
 def mode(path: Path) -> int:
@@ -108,52 +106,6 @@ def test_a_long_name_can_be_written(tmp_path: Path) -> None:
     path = tmp_path / ("n" * 255)
     private_files.write(path, b"x")
     assert names(tmp_path) == ["n" * 255]
-
-
-def test_lines_are_appended_and_the_file_is_private(tmp_path: Path) -> None:
-    path = tmp_path / "a"
-    private_files.append_line(path, b"")
-    assert (path.read_bytes(), mode(path)) == (b"", 0o600)
-    for line in (b"one", b"", b"two"):
-        private_files.append_line(path, line)
-    assert path.read_bytes() == b"one\ntwo\n"
-
-
-def test_a_cut_line_stays_alone(tmp_path: Path) -> None:
-    path = tmp_path / "a"
-    with room(14):
-        private_files.append_line(path, b"one")
-        with pytest.raises(OSError, match="No space left"):
-            private_files.append_line(path, b"a longer line")
-    private_files.append_line(path, b"two")
-    assert path.read_bytes() == b"one\na longer l\ntwo\n"
-
-
-def test_lines_of_many_writers_do_not_mix(tmp_path: Path) -> None:
-    path = tmp_path / "a"
-    lines = [bytes([letter]) * 5000 for letter in b"abcd"]
-
-    def append(line: bytes) -> None:
-        for _ in range(50):
-            private_files.append_line(path, line)
-
-    threads = [threading.Thread(target=append, args=(line,)) for line in lines]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(path.read_bytes().splitlines()) == [line for line in lines for _ in range(50)]
-
-
-def test_lines_are_not_appended_to_links_pipes_and_folders(tmp_path: Path) -> None:
-    (tmp_path / "victim").write_text("precious")
-    (tmp_path / "link").symlink_to(tmp_path / "victim")
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "folder").mkdir()
-    for name in ("link", "pipe", "folder"):
-        with pytest.raises(OSError):
-            private_files.append_line(tmp_path / name, b"x")
-    assert (tmp_path / "victim").read_text() == "precious"
 
 
 # ---- folders
