@@ -124,7 +124,7 @@ def two_engines() -> Iterator[tuple[Publisher, Publisher]]:
         for number, nodes in ((1, 50), (2, 20)):
             engine = Engine()
             facts = replace(FACTS, engine=f"engine-{number}", model=f"model-{number}", started=1000.0 + number)
-            publisher = Publisher(facts, engine.collect, engine.pending, limits=ClientLimits(hz=500.0))
+            publisher = Publisher(facts, engine.collect, engine.pending, limits=ClientLimits(hz=50.0))
             publisher.start()
             engine.change(*many(nodes))
             made.append(publisher)
