@@ -44,8 +44,9 @@ os.environ.pop("CI", None)
 assert callable(providers._get_local_constants), "Hypothesis finds constants elsewhere now: switch that off"
 providers._get_local_constants = providers.Constants  # an empty set of constants
 
-settings.register_profile("fixed", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("fresh", settings.get_profile("fixed"), derandomize=False, database=None)
+rules = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("fixed", derandomize=True, max_examples=50, **rules)
+settings.register_profile("fresh", derandomize=False, database=None, **rules)
 settings.load_profile("fresh" if SEED else "fixed")
 
 
