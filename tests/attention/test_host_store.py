@@ -10,8 +10,6 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from radixkv.attention import host_store
 from radixkv.attention.host_store import HostStore, StagedTransfers
@@ -217,71 +215,6 @@ def test_a_block_in_which_two_cached_runs_meet_is_loaded_from_both_images(kind: 
     for old, new in zip(before, bits(store), strict=True):
         expected = np.concatenate([old[:, slots_of([1, 2], end=SIZE + 2)], old[:, slots_of([0, 3], start=SIZE + 2)]], 1)
         assert (new[:, slots_of([20, 21])] == expected).all()
-
-
-class VirtualStream(TorchDispatchMode):
-    """A device's stream on a CPU: it runs nothing before `run`, and then all in order.
-
-    Views and new tensors are made at once. A result that is read earlier holds what its memory held before.
-    """
-
-    AT_ONCE = (
-        "empty",
-        "lift_fresh",
-        "view",
-        "_unsafe_view",
-        "slice",
-        "select",
-        "transpose",
-        "split_with_sizes",
-        "unbind",
-    )
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[Any] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func.name().removeprefix("aten::").split(".")[0] in self.AT_ONCE:
-            return func(*args, **kwargs)
-        if func._schema.is_mutable:
-            self.calls.append(lambda: func(*args, **kwargs))
-            return kwargs.get("out", args[0])
-        result = func(*args, **kwargs)
-        kept = [each.fill_(0) for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
-        self.calls.append(
-            lambda: [old.copy_(new) for old, new in zip(kept, tree_leaves(func(*args, **kwargs)), strict=True)]
-        )
-        return result
-
-    def run(self) -> None:
-        """Run what was launched, in order."""
-        calls, self.calls = self.calls, []
-        for call in calls:
-            call()
-
-
-def test_a_stream_that_lags_reads_each_image_after_it_is_written() -> None:
-    """Block 5 is offloaded, overwritten by a forward, and loaded elsewhere; then its image is written again."""
-    store = filled(BlocksFirst, [LayerShape(2, 3, 5)], torch.float32)
-    host = HostStore(store, 4, staged=True)
-    before = bits(store)
-    ones = torch.ones(2, SIZE, 3), torch.ones(2, SIZE, 5)
-    slots = torch.from_numpy(slots_of([5]))
-    with VirtualStream() as stream:
-        host.offload([(5, 2), (6, 1)])
-        store.write(0, slots, *ones)
-        host.load([load([2, 1], [9, 10], start=1)])
-        host.offload([(5, 2)])
-        host.load([load([2], [11])])
-    for old, new in zip(before, bits(store), strict=True):
-        np.testing.assert_array_equal(new, old)  # nothing has run
-    stream.run()
-    for old, new in zip(before, bits(store), strict=True):
-        np.testing.assert_array_equal(new[:, slots_of([9, 10], 1)], old[:, slots_of([5, 6], 1)])
-        np.testing.assert_array_equal(new[:, slots_of([9], 0, 1)], old[:, slots_of([9], 0, 1)])
-        np.testing.assert_array_equal(new[:, slots_of([11])].view(np.float32), 1)
 
 
 def test_a_step_without_moves_and_loads_does_nothing() -> None:

@@ -50,16 +50,6 @@ def test_write_copy_and_gather_do_what_numpy_does(kind: type[KVStore]) -> None:
                 np.testing.assert_array_equal(array[:, index], tensor.numpy())
 
 
-@pytest.mark.parametrize("kind", [KVStore, BlocksFirst])
-def test_copies_of_one_step_are_unordered(kind: type[KVStore]) -> None:
-    """A block may be a source and a destination at once: all are read before any is written."""
-    store = kind([LayerShape(1, 1, 1)], 4, 2)
-    for block in range(4):
-        store.keys[0][:, block] = block
-    store.copy([(0, 1), (1, 2), (2, 0), (1, 3)])
-    assert store.keys[0][0, :, 0, 0].tolist() == [2, 0, 1, 1]
-
-
 def test_sizes() -> None:
     store = KVStore(SHAPES, 10, 16, dtype=torch.bfloat16)
     assert store.bytes_per_block == 16 * (2 * 8 + 8) * 2

@@ -6,7 +6,6 @@ from collections.abc import Hashable
 import numpy as np
 
 from radixkv.cache import PrefixCache
-from tests.cache.freeze import freeze
 from tests.cache.test_eviction import flood
 from tests.cache.verbs import held, prompt, publish
 
@@ -16,36 +15,6 @@ def texts(cache: PrefixCache, draws: int, seed: int = 0) -> set[tuple[Hashable, 
     rng = random.Random(seed)
     found = [cache.random_run(rng) for _ in range(draws)]
     return {(run.namespace, run.start, tuple(run.tokens.tolist())) for run in found if run is not None}
-
-
-def test_of_an_empty_cache_is_none() -> None:
-    cache = PrefixCache(16, 4)
-    assert cache.random_run(random.Random(0)) is None
-    seq = cache.open([])
-    seq.extend([1, 2])
-    assert cache.random_run(random.Random(0)) is None
-    seq.commit(publish=False)
-    assert cache.random_run(random.Random(0)) is None
-    seq.commit()
-    assert texts(cache, 1) == {(None, 0, (1, 2))}
-    seq.close()
-    assert texts(cache, 1) == {(None, 0, (1, 2))}
-    cache.discard([1, 2])
-    assert cache.random_run(random.Random(0)) is None
-
-
-def test_is_a_whole_node_of_a_path_in_its_namespace() -> None:
-    cache = PrefixCache(32, 4)
-    trunk = prompt(1, 6)
-    publish(cache, [*trunk, 7, 8], "a")
-    publish(cache, [*trunk, 9], "a")
-    publish(cache, prompt(2, 5), "b")
-    assert texts(cache, 200) == {
-        ("a", 0, tuple(trunk)),
-        ("a", 6, (*trunk, 7, 8)),
-        ("a", 6, (*trunk, 9)),
-        ("b", 0, tuple(prompt(2, 5))),
-    }
 
 
 def test_covers_what_is_held_too() -> None:
@@ -78,16 +47,6 @@ def test_every_leaf_comes_up() -> None:
     publish(cache, [9999])
     assert cache.match([9999]).length == 1
     cache.check()
-
-
-def test_the_same_seed_finds_the_same() -> None:
-    cache = PrefixCache(64, 4)
-    for name in range(10):
-        publish(cache, prompt(name, 8))
-    before = freeze(cache)
-    assert texts(cache, 3, seed=5) == texts(cache, 3, seed=5)
-    assert texts(cache, 3, seed=5) != texts(cache, 3, seed=6)
-    assert freeze(cache) == before
 
 
 def test_is_the_callers_own() -> None:

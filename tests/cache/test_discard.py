@@ -26,40 +26,6 @@ def assert_refused(cache: PrefixCache, tokens: list[int], start: int = 0) -> Non
     assert freeze(cache) == before
 
 
-@pytest.mark.parametrize(("start", "freed"), [(1, 2), (3, 2), (4, 2), (5, 1), (8, 1), (9, 0)])
-def test_cuts_inside_a_node(start: int, freed: int) -> None:
-    """The block that contains the cut stays with the tokens before the cut."""
-    cache = PrefixCache(16, 4)
-    publish(cache, prompt(1, 10))
-    assert discard(cache, prompt(1, 10), start) == freed
-    assert cached(cache, prompt(1, 10)) == start
-    assert cache.stats().cached_blocks == -(-start // 4)
-
-
-def test_forgets_what_is_below_other_branches_included() -> None:
-    cache = PrefixCache(32, 4)
-    for more in ([], [5], [6, 6, 6, 6, 6], [7]):
-        publish(cache, prompt(1, 10) + more)
-    publish(cache, [*prompt(1, 6), 99])
-    assert discard(cache, prompt(1, 9), 8) > 0
-    assert [cached(cache, prompt(1, 10) + more) for more in ([], [5], [6] * 5, [7])] == [8] * 4
-    assert cached(cache, [*prompt(1, 6), 99]) == 7
-
-
-def test_follows_the_text_no_further_than_it_is_cached() -> None:
-    cache = PrefixCache(16, 4)
-    publish(cache, prompt(1, 10))
-    publish(cache, [*prompt(1, 8), 50, 51])
-    assert discard(cache, [*prompt(1, 8), 60, 61], 8) == 0
-    assert discard(cache, prompt(2, 8)) == 0
-    assert cache.discard(prompt(1, 10), "elsewhere") == 0
-    assert discard(cache, prompt(1, 10), 10) == 0
-    assert discard(cache, [], 0) == 0
-    assert (cached(cache, prompt(1, 10)), cached(cache, [*prompt(1, 8), 50, 51])) == (10, 10)
-    assert discard(cache, [*prompt(1, 8), 50, 61], 8) == 1
-    assert (cached(cache, prompt(1, 10)), cached(cache, [*prompt(1, 8), 50, 51])) == (10, 8)
-
-
 def test_is_no_eviction_and_leaves_no_ghosts() -> None:
     cache = PrefixCache(16, 4)
     publish(cache, prompt(1, 10))

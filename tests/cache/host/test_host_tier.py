@@ -1,12 +1,8 @@
 """The second tier of the cache: which runs are resident on the host, and how they come back."""
 
 from collections.abc import Hashable, Sequence
-from random import Random
-
-import pytest
 
 from radixkv.cache import Hint, PrefixCache
-from radixkv.errors import InvalidInput, OutOfBlocks, PlanPending, PrefixHeld
 
 A = list(range(100, 132))  # 8 blocks of 4 tokens
 B = list(range(200, 232))
@@ -44,19 +40,6 @@ def reach(cache: PrefixCache, tokens: Sequence[int], namespace: Hashable = None)
     return found.length, found.host
 
 
-def test_without_host_tokens_nothing_can_be_loaded() -> None:
-    cache = PrefixCache(8, 4, host_blocks=16)
-    with cache.open([1, 2, 3]) as sequence:
-        assert sequence.loadable([1, 2, 3]) == 0
-        with pytest.raises(InvalidInput, match="0 of them are resident on the host"):
-            sequence.load([1, 2, 3])
-        sequence.extend([1, 2, 3])
-        sequence.commit()
-    assert reach(cache, [1, 2, 3]) == (3, 0)
-    assert cache.moves() == []
-    assert cache.stats().host_blocks == cache.stats().host_free_blocks == 16
-
-
 def test_eviction_offloads_the_tail_and_the_step_makes_it_matchable() -> None:
     cache = PrefixCache(8, 4, host_blocks=16)
     put(cache, A)
@@ -90,75 +73,6 @@ def test_a_load_frees_the_host_and_counts_as_hits() -> None:
     assert reach(cache, B[:12]) == (0, 12)
 
 
-def test_a_load_into_a_part_filled_block_writes_the_slots_of_its_plan_only() -> None:
-    cache = PrefixCache(6, 4, host_blocks=16)
-    put(cache, A[:6])
-    put(cache, A[:14])
-    with cache.open(A[:6]) as held:
-        assert not cache.evict(5)
-        run_moves(cache)
-        assert reach(cache, A[:14]) == (6, 8)
-        assert cache.stats().host_nodes == 1
-        assert held.block_table.tolist() == [0, 1]
-        (node,) = cache.state.host.nodes()
-        with cache.open(A[:14]) as sequence:
-            planned = sequence.load(A[6:14])
-            assert sequence.cached_length == 6
-            first = sequence.block_table.tolist()[1]
-            assert planned.plan.copies == [(1, first)]
-            assert planned.plan.slots.tolist()[:2] == [first * 4 + 2, first * 4 + 3]
-            assert planned.sources.tolist()[:2] == [node.blocks[0] * 4 + 2, node.blocks[0] * 4 + 3]
-            sequence.commit()
-            assert sequence.cached_length == 14
-        cache.check()
-
-
-def test_recomputed_text_leaves_the_host() -> None:
-    cache = PrefixCache(8, 4, host_blocks=16)
-    put(cache, A)
-    put(cache, B)
-    run_moves(cache)
-    assert reach(cache, A) == (0, 32)
-    put(cache, A[:10])
-    run_moves(cache)
-    assert reach(cache, A) == (10, 22), "only the part that was published again is dropped"
-    put(cache, [*A[:18], 7, 7])
-    assert reach(cache, [*A[:18], 7, 7]) == (20, 0)
-    run_moves(cache)
-    assert reach(cache, A) == (18, 14), "the rest hangs where the texts branch"
-    put(cache, A[:28])
-    run_moves(cache)
-    assert reach(cache, A) == (28, 4)
-
-
-def test_branches_on_the_host_and_ghosts_of_evicted_leaves() -> None:
-    now = [0.0]
-    cache = PrefixCache(8, 4, clock=lambda: now[0], host_blocks=14)
-    one, two = [*A[:18], *range(300, 310)], [*A[:18], *range(400, 410)]
-    for text in (one, two, B):
-        put(cache, text)
-        run_moves(cache)
-    assert reach(cache, one) == reach(cache, two) == (0, 28)
-    assert cache.stats().host_nodes == 3
-    now[0] = 5.0
-    put(cache, list(range(500, 532)))
-    run_moves(cache)
-    now[0] = 7.0
-    stats = cache.stats()
-    assert stats.host_evicted_blocks == stats.evicted_blocks > 0
-    lost = [text for text in (one, two, B) if sum(reach(cache, text)) < len(text)]
-    assert lost
-    for text in lost:
-        explained, found = cache.explain(text), reach(cache, text)
-        assert (explained.length, explained.host) == found
-        assert explained.reason == "evicted"
-        assert explained.evicted_tokens + sum(found) == len(text)
-        assert "were evicted 2.0 s ago to make room for 8 blocks" in str(explained)
-    before = cache.stats().regret_tokens
-    cache.open(lost[0]).close()
-    assert cache.stats().regret_tokens - before == len(lost[0]) - sum(reach(cache, lost[0]))
-
-
 def test_explain_names_the_tokens_on_the_host() -> None:
     cache = PrefixCache(8, 4, host_blocks=16)
     put(cache, A)
@@ -172,84 +86,6 @@ def test_explain_names_the_tokens_on_the_host() -> None:
     diverging = cache.explain([*A[:26], 7])
     assert (diverging.reason, diverging.diverged_at, diverging.host) == ("diverged", 26, 6)
     assert (cache.explain([*A[:20], 7]).reason, cache.explain([*A, 7]).reason) == ("diverged", "never_seen")
-
-
-def test_a_failed_batch_is_evicted_with_all_that_follows_it() -> None:
-    cache = PrefixCache(8, 4, host_blocks=16)
-    put(cache, A)
-    put(cache, B[:12])
-    run_moves(cache)
-    put(cache, B)
-    assert len(cache.moves()) == 5
-    assert reach(cache, A) == (0, 0)
-    assert cache.moves() == [], "the batch before was not confirmed: it has failed"
-    cache.check()
-    stats = cache.stats()
-    assert reach(cache, A) == (0, 0)
-    assert (stats.host_nodes, stats.host_free_blocks, stats.offloaded_blocks) == (0, 16, 3)
-    assert (stats.evicted_tokens, stats.evicted_blocks, stats.host_evicted_blocks) == (32, 8, 8)
-    assert cache.explain(A).evicted_tokens == 32
-
-
-def test_a_move_that_is_no_longer_needed_is_cancelled() -> None:
-    cache = PrefixCache(8, 4, host_blocks=16)
-    put(cache, A)
-    put(cache, B[:12])
-    cache.clear()
-    assert cache.moves() == []
-    assert cache.stats().host_free_blocks == 16
-    cache.check()
-
-
-def test_blocks_that_a_load_reads_are_freed_when_it_ends() -> None:
-    cache = PrefixCache(8, 4, host_blocks=4)
-    put(cache, A[:16])
-    put(cache, B)
-    run_moves(cache)
-    sequence = cache.open(A[:16])
-    planned = sequence.load(A[:8])
-    with pytest.raises(PlanPending):
-        sequence.load(A[8:16])
-    assert sequence.loadable(A[:16]) == 0
-    cache.clear()
-    cache.check()
-    read = {slot // 4 for slot in planned.sources.tolist()}
-    assert cache.state.host.blocks.deferred == read
-    assert cache.stats().host_free_blocks == 2
-    sequence.close()
-    cache.check()
-    assert cache.stats().host_free_blocks == 4
-    assert reach(cache, A[:16]) == (0, 0), "a voided load publishes nothing"
-
-
-def test_a_voided_load_leaves_the_host_as_it_was() -> None:
-    cache = PrefixCache(8, 4, host_blocks=16)
-    put(cache, A[:16])
-    put(cache, B)
-    run_moves(cache)
-    sequence = cache.open(A[:16])
-    sequence.load(A[:8])
-    sequence.close()
-    run_moves(cache)
-    assert reach(cache, A[:16]) == (0, 16)
-    assert cache.stats().loaded_tokens == 0
-
-
-def test_a_load_that_finds_no_blocks_changes_nothing() -> None:
-    cache = PrefixCache(8, 4, host_blocks=16)
-    put(cache, A)
-    with cache.open(B) as other:
-        other.extend(B[:28])
-        other.commit()
-        run_moves(cache)
-        with cache.open(A) as sequence:
-            before = cache.stats()
-            assert sequence.loadable(A[sequence.length :]) == 32 - sequence.length
-            with pytest.raises(OutOfBlocks):
-                sequence.load(A[sequence.length :])
-            assert cache.stats() == before
-            assert not cache.state.host.blocks.reading
-            cache.check()
 
 
 def test_a_host_that_is_too_small_takes_the_head_of_a_run() -> None:
@@ -305,62 +141,6 @@ def test_demoted_text_leaves_the_device_first_and_then_the_host() -> None:
     put(cache, list(range(600, 616)))
     cache.check()
     assert reach(cache, A) == (0, 16), "the demoted part made room on the host, before older text"
-
-
-def test_discard_reaches_both_tiers_and_is_refused_during_a_load() -> None:
-    cache = PrefixCache(8, 4, host_blocks=16)
-    put(cache, A)
-    put(cache, B[:12])
-    run_moves(cache)
-    assert reach(cache, A) == (20, 12)
-    assert cache.discard(A, start=26) == 0
-    cache.check()
-    assert reach(cache, A) == (20, 6)
-    with cache.open(A) as sequence:
-        sequence.load(A[20:24])
-        with pytest.raises(PrefixHeld, match="being loaded"):
-            cache.discard(A, start=21)
-        assert cache.discard(A, start=24) == 0
-        assert reach(cache, A) == (20, 4)
-    assert cache.discard(A, start=8) == 3
-    cache.check()
-    assert reach(cache, A) == (8, 0)
-    stats = cache.stats()
-    assert (stats.host_nodes, stats.evicted_blocks, stats.ghosts) == (1, 0, 0)  # B[8:12], which the load displaced
-
-
-def test_pins_hold_the_part_on_the_device() -> None:
-    cache = PrefixCache(8, 4, host_blocks=16)
-    put(cache, A)
-    put(cache, B[:20])
-    run_moves(cache)
-    pin = cache.pin(A)
-    assert (pin.length, pin.complete) == (12, False)
-    assert not cache.evict(6)
-    run_moves(cache)
-    assert reach(cache, A) == (12, 20)
-    pin.release()
-    cache.clear()
-    assert reach(cache, A) == (0, 0)
-    put(cache, A)
-    put(cache, B)
-    run_moves(cache)
-    assert cache.pin(A).length == 0
-
-
-def test_namespaces_never_see_each_others_host_nodes() -> None:
-    cache = PrefixCache(8, 4, host_blocks=16)
-    put(cache, A, "ann")
-    put(cache, B, "ben")
-    run_moves(cache)
-    assert reach(cache, A, "ann") == (0, 32)
-    assert reach(cache, A, "ben") == reach(cache, A) == (0, 0)
-    run = cache.state.host.random_run(Random(1))
-    assert run is not None
-    assert (run.tokens.tolist(), run.namespace, run.start) == (A, "ann", 0)
-    cache.clear()
-    assert cache.state.host.random_run(Random(1)) is None
-    assert cache.stats().namespaces == 0
 
 
 def test_learning_counts_the_reuse_of_host_text() -> None:

@@ -4,8 +4,7 @@ import pytest
 
 from radixkv.cache import Hint, PrefixCache, Sequence
 from radixkv.cache.recurrent import Spacing
-from radixkv.errors import InvalidInput, OutOfBlocks, OutOfStates, PlanPending
-from radixkv.sizing.recurrent_state import EMPTY
+from radixkv.errors import InvalidInput
 
 
 def new(rows: int = 4, snapshots: int = 8, spacing: Spacing | None = None, blocks: int = 1000) -> PrefixCache:
@@ -145,70 +144,6 @@ def test_explain_with_a_limit_finds_earlier_states_on_the_host() -> None:
     )
 
 
-def test_a_cut_goes_back_to_the_last_snapshot() -> None:
-    cache = new()
-    seq = cache.open(text(0, 300))
-    for position in (100, 200):
-        seq.snapshot_at(position)
-    seq.extend(text(0, 300))
-    seq.commit()
-    seq.truncate(250)
-    assert seq.length == 200
-    seq.truncate(199)
-    assert seq.length == 100
-    seq.truncate(99)
-    assert seq.length == 0
-    assert cache.copies.drain()[-1] == (EMPTY, 0)
-    cache.check()
-
-
-def test_a_cut_inside_unpublished_tokens_uses_their_snapshots() -> None:
-    cache = new()
-    seq = cache.open(text(0, 300))
-    seq.snapshot_at(100)
-    seq.extend(text(0, 300))
-    seq.commit(publish=False)
-    seq.truncate(150)
-    assert seq.length == 100
-    seq.commit()
-    assert cache.match(text(0, 300)).length == 100
-    cache.check()
-
-
-def test_a_cut_gives_back_the_unpublished_snapshots_after_it() -> None:
-    cache = new()
-    seq = cache.open(text(0, 300))
-    seq.snapshot_at(100)
-    seq.extend(text(0, 300))
-    seq.commit(publish=False)
-    assert cache.stats().state_slots_used == 2
-    seq.truncate(90)
-    assert seq.length == cache.stats().state_slots_used == 0
-    cache.check()
-    other = text(1, 300)
-    seq.extend(other)
-    cache.copies.drain()
-    seq.commit()
-    assert {each.position for each in cache.state.snapshots} == {90, 100, 256}
-    cache.check()
-
-
-def test_a_snapshot_may_be_named_until_its_forward_begins() -> None:
-    cache = new()
-    seq = cache.open(text(0, 100))
-    plan = seq.extend(text(0, 100))
-    assert plan.state is not None
-    seq.snapshot_at(70, shared=True)
-    seq.snapshot_at(30, shared=True)
-    assert [each.tokens for each in plan.state.snapshots] == [30, 64, 70]
-    cache.copies.drain()
-    seq.snapshot_at(80, shared=True)
-    assert [each.tokens for each in plan.state.snapshots] == [30, 64, 70]
-    seq.commit()
-    assert cache.match(text(0, 75)).length == 70
-    cache.check()
-
-
 def test_of_many_texts_that_branch_nearby_one_takes_a_snapshot() -> None:
     cache = new()
     seq = cache.open(text(0, 100))
@@ -217,33 +152,6 @@ def test_of_many_texts_that_branch_nearby_one_takes_a_snapshot() -> None:
     plan = seq.extend(text(0, 100))
     assert plan.state is not None
     assert [each.tokens for each in plan.state.snapshots] == [30, 46]
-
-
-def test_a_void_plan_gives_its_slots_back() -> None:
-    cache = new(snapshots=1)
-    for _ in range(3):
-        seq = cache.open(text(0, 100))
-        assert len(seq.extend(text(0, 100)).state.snapshots) == 1
-        seq.close()
-        cache.check()
-    assert cache.match(text(0, 100)).length == cache.stats().state_slots_used == 0
-
-
-def test_the_row_of_a_plan_that_was_not_executed_is_handed_over() -> None:
-    cache = new()
-    seq = filled(cache, 100)
-    seq.extend([1])
-    seq.close()
-    assert cache.match(text(0, 100)).length == 100
-
-
-def test_the_row_of_a_plan_that_may_have_been_executed_is_not_handed_over() -> None:
-    cache = new()
-    seq = filled(cache, 100)
-    seq.extend([1])
-    cache.copies.drain()
-    seq.close()
-    assert cache.match(text(0, 100)).length == 64
 
 
 def test_a_finished_conversation_leaves_no_state_of_its_end() -> None:
@@ -258,46 +166,6 @@ def filled(cache: PrefixCache, length: int) -> Sequence:
     cache.copies.drain()
     seq.commit()
     return seq
-
-
-def test_rows_run_out_without_a_change() -> None:
-    cache = new(rows=2)
-    first, _ = filled(cache, 100), cache.open([1])
-    before = cache.stats()
-    with pytest.raises(OutOfStates, match="all 2 rows"):
-        cache.open([2])
-    with pytest.raises(OutOfBlocks):
-        first.fork()
-    assert cache.stats() == before
-    audit = cache.open(text(0, 100), purpose="audit")
-    assert (audit.length, audit.row, audit.fork().row) == (100, None, None)
-    cache.check()
-
-
-def test_a_fork_copies_the_row_and_both_go_on() -> None:
-    cache = new()
-    first = filled(cache, 100)
-    cache.copies.drain()
-    twin = first.fork()
-    assert cache.copies.drain() == [(first.row.number, twin.row.number)]
-    assert twin.row is not first.row
-    first.extend([1])
-    with pytest.raises(PlanPending):
-        first.fork()
-    cache.check()
-
-
-def test_rows_are_packed_when_copies_are_drained() -> None:
-    cache = new()
-    first, second, third = (cache.open([number]) for number in range(3))
-    cache.copies.drain()
-    first.close()
-    assert cache.copies.drain() == [(2, 0)]
-    assert (second.row.number, third.row.number) == (1, 0)
-    second.close()
-    cache.open([5])
-    assert cache.copies.drain() == [(EMPTY, 1)]  # the gap was taken: nothing else moves
-    cache.check()
 
 
 def test_pins_protect_the_last_snapshot_of_their_prefix() -> None:
@@ -330,17 +198,6 @@ def test_the_end_of_a_turn_takes_no_host_slot_from_a_snapshot_that_is_in_use() -
         seq.commit()
     cache.check()
     assert [cache.match([number] * 8).length for number in (1, 2, 3)] == [8, 8, 0]
-
-
-def test_snapshots_leave_with_their_kv() -> None:
-    cache = new(blocks=20)
-    serve(cache, text(0, 300))
-    assert cache.stats().state_slots_used == 2
-    serve(cache, text(1, 300))
-    assert cache.match(text(0, 300)).length == 0
-    assert cache.stats().evicted_states == 0
-    cache.clear()
-    assert cache.stats().state_slots_used == 0
 
 
 def test_snapshots_of_a_deterministic_engine_lie_on_its_grid() -> None:
