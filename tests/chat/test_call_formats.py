@@ -306,7 +306,7 @@ def test_odd_calls_are_read_or_stay_text(family: str, text: str, said: str | Non
         assert read(BY_NAME[family], text, size) == (text if said is None else said, calls)
 
 
-MANY = 50_000
+MANY = 20_000
 
 
 @pytest.mark.parametrize(
@@ -322,16 +322,16 @@ MANY = 50_000
     ],
 )
 def test_each_character_is_read_a_few_times_at_most(family: str, begun: str, again: str) -> None:
-    """A cost that grew with the square of the text would take hours."""
+    """A cost that grew with the square of the text would take minutes."""
     text = begun + again * MANY
     assert split_calls(text, BY_NAME[family], TOOLS, "0") == (text, ())
 
 
 def test_a_closing_tag_without_its_line_break_costs_no_search_to_the_end() -> None:
     """A cost that grew with the square of the text would take minutes."""
-    text = "<tool_call><function=look_up>" + "<parameter=text>1</parameter>" * 20_000 + "</function></tool_call>"
+    text = "<tool_call><function=look_up>" + "<parameter=text>1</parameter>" * 8_000 + "</function></tool_call>"
     said, (call,) = split_calls(text, BY_NAME["qwen3-coder"], TOOLS, "0")
-    assert (said, call.complete, call.text.count('"text": "1"')) == ("", True, 20_000)
+    assert (said, call.complete, call.text.count('"text": "1"')) == ("", True, 8_000)
 
 
 def test_long_arguments_are_sent_while_they_are_read() -> None:
