@@ -132,7 +132,6 @@ def test_a_request_without_drafts_ignores_a_prediction_with_a_warning(
     assert "completion_tokens_details" not in response.json()["usage"]
 
 
-@pytest.mark.long
 def test_models_that_cannot_verify_are_refused_and_deterministic_engines_draft_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
