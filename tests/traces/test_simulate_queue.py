@@ -73,11 +73,12 @@ def test_namespaces_take_turns(order: str) -> None:
 
 
 def test_only_requests_of_the_same_namespace_overtake() -> None:
-    hits = [request(0.5, [3, 10 + each], namespace="b") for each in range(4)]
-    for namespace, last in (("b", [1.75, 2.5, 3.5, 4.5]), ("a", [1.5, 2.5, 3.5, 4.75])):
-        made = workload(request(0, [3], namespace="b"), request(0.25, [9], namespace=namespace), *hits)
-        waits = replay_queue(made, 90, "lru", "longest-prefix", Service(10.0, 2.0, 8, max_delay=0.5)).waits
-        assert list(waits) == [0.0, 0.5, *last]
+    """Two later ones of b take their turns before those of a, of which the one with a hit goes first."""
+    b = [request(at, [20 + number], namespace="b") for number, at in enumerate((0, 0.6, 0.7))]
+    a = [request(at, blocks, namespace="a") for at, blocks in ((0, [1, 2, 3]), (0.25, [9]), (0.5, [1, 2, 3, 4]))]
+    made = workload(a[0], b[0], *a[1:], *b[1:])
+    waits = replay_queue(made, 90, "lru", "longest-prefix", Service(10.0, 2.0, 8, max_delay=1.5)).waits
+    assert list(waits) == pytest.approx([0.0, 3.0, 3.4, 4.3, 5.5, 6.75])
 
 
 @pytest.mark.parametrize("order", ["fcfs", "longest-prefix"])
