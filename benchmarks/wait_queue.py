@@ -36,7 +36,7 @@ import numpy as np
 import torch
 
 from radixkv import Engine, SamplingParams
-from radixkv.engine.scheduler import Work
+from radixkv.engine.scheduler import Plan
 from radixkv.errors import EngineClosed
 from radixkv_traces.formats import read
 from radixkv_traces.generate import KINDS, generate
@@ -151,9 +151,9 @@ class Load:
         counts = {"short_requests": len(self._ttfts)}
         return counts | {name: round(value, 4) for name, value in found.items()}
 
-    def _timed(self, schedule: Callable[[], list[Work]]) -> list[Work]:
+    def _timed(self, schedule: Callable[..., Plan], **options: bool) -> Plan:
         self._begins.append(time.perf_counter())
-        return schedule()
+        return schedule(**options)
 
     def _long(self, namespace: str, reply: int) -> None:
         while self._ask(namespace, self._rng.randint(reply // 2, reply)) is not None:
