@@ -82,38 +82,12 @@ def test_streams_may_use_different_parts_of_one_allocation(gpu: VirtualGpu) -> N
         finds(gpu, "race", lambda: whole[3:5].add_(1))
 
 
-def test_the_streams_of_a_pool_are_used_in_turn() -> None:
-    with installed(VirtualGpu()) as gpu, torch.inference_mode():
-        made = [gpu.stream() for _ in range(65)]
-        assert len(set(made[:32])) == 32 and made[32:64] == made[:32] and made[64] is made[0]
-        assert gpu.current_stream() not in made
-        with gpu.on(made[0]):
-            written = numbers(gpu)
-        with gpu.on(made[32]):
-            written.sum()  # in order, as it is the same stream
-        with gpu.on(made[33]):
-            finds(gpu, "race", written.sum)
-
-
 def test_the_host_orders_streams_for_which_it_has_waited(gpu: VirtualGpu) -> None:
     other, event, written = gpu.stream(), gpu.event(), numbers(gpu)
     event.record()
     event.synchronize()
     with gpu.on(other):
         assert written.sum().item() == 28
-
-
-def test_copies_of_two_streams_with_the_same_pinned_memory_are_a_race(gpu: VirtualGpu) -> None:
-    other, pinned, there = gpu.stream(), gpu.pinned(8, torch.int64), numbers(gpu)
-    pinned.copy_(there, non_blocking=True)
-    with gpu.on(other):
-        target = torch.empty(4, dtype=torch.int64, device=gpu.place)
-        finds(gpu, "race", lambda: target.copy_(pinned[:4], non_blocking=True))
-    other.wait_stream(gpu.current_stream())
-    with gpu.on(other):
-        target.copy_(pinned[:4], non_blocking=True)
-    pinned[4:].copy_(there[4:], non_blocking=True)
-    finds(gpu, "race", lambda: pinned[3:].copy_(there[3:], non_blocking=True))
 
 
 def test_memory_that_is_freed_while_another_stream_reads_it_is_a_race(gpu: VirtualGpu) -> None:
@@ -173,35 +147,6 @@ def test_pinned_memory_that_changes_before_its_copy_is_found(gpu: VirtualGpu) ->
     assert there.tolist() == [2] * 4
 
 
-def test_a_copy_to_pinned_memory_leaves_the_numbers_that_earlier_copies_read() -> None:
-    with installed(VirtualGpu(0)) as gpu, torch.inference_mode():
-        pinned, first = gpu.pinned(8, torch.float32).zero_(), torch.empty(8, device=gpu.place)
-        ones = torch.ones(4, device=gpu.place)
-        pinned[:4].copy_(ones, non_blocking=True)
-        gpu.synchronize()
-        first.copy_(pinned, non_blocking=True)
-        pinned[2:6].copy_(ones + 1, non_blocking=True)
-        second = gpu.pinned(4, torch.float32)
-        second.copy_(first[2:6], non_blocking=True)
-        gpu.synchronize()
-        assert first.tolist() == [1, 1, 1, 1, 0, 0, 0, 0] and second.tolist() == [1, 1, 0, 0]
-        assert pinned.tolist() == [1, 1, 2, 2, 2, 2, 0, 0]
-        pinned[2:6].copy_(ones, non_blocking=True)  # no copy is yet to read them
-        assert pinned.isnan().tolist() == [False] * 2 + [True] * 4 + [False] * 2
-
-
-def test_a_change_next_to_memory_that_a_copy_writes_is_found() -> None:
-    with installed(VirtualGpu(0)) as gpu, torch.inference_mode():
-        pinned, there = gpu.pinned(8, torch.float32).zero_(), torch.ones(4, device=gpu.place)
-        pinned[4:].copy_(there, non_blocking=True)
-        there.copy_(pinned[:4], non_blocking=True)
-
-        def mistake() -> None:
-            pinned[3] = 7
-
-        finds(gpu, "overwritten", mistake)
-
-
 def test_an_upload_may_be_changed_at_once_and_a_download_waits_for_itself(gpu: VirtualGpu) -> None:
     host = np.arange(4)
     there = gpu.upload(host)
@@ -249,46 +194,6 @@ def test_synchronisation_is_refused_where_that_is_asked_for(gpu: VirtualGpu) -> 
     assert numbers(gpu, 2).tolist() == [0, 1] and not gpu.findings
 
 
-def test_a_refusal_of_synchronisation_overlooks_events_and_the_whole_device(gpu: VirtualGpu) -> None:
-    with gpu.refuse_synchronisation():
-        event, there = gpu.event(), numbers(gpu)
-        event.record()
-        event.synchronize()
-        gpu.synchronize()
-        assert gpu.download([there]).wait()[0].tolist() == list(range(8))
-    assert gpu.counts["event wait"] == 2 and gpu.counts["synchronisation"] == 1
-
-
-@pytest.mark.parametrize(
-    ("capability", "dtype", "waits"),
-    [((major, 0), torch.bfloat16, major in (8, 12)) for major in (8, 9, 10, 12)]
-    + [((9, 0), torch.float16, True), ((9, 0), torch.float32, True)],
-)
-def test_products_of_groups_wait_unless_cutlass_computes_them(
-    capability: tuple[int, int], dtype: torch.dtype, waits: bool
-) -> None:
-    with installed(VirtualGpu(1, capability=capability)) as gpu, torch.inference_mode():
-        rows, weights = (torch.ones(*shape, device=gpu.place, dtype=dtype) for shape in ((4, 16), (2, 16, 8)))
-        stops = gpu.upload(torch.tensor([1, 4], dtype=torch.int32))
-        assert gpu.properties().generation == capability[0]
-        for multiply in (torch._grouped_mm, torch.nn.functional.grouped_mm):
-            before = gpu.counts["synchronisation"]
-            assert multiply(rows, weights, offs=stops).tolist() == [[16] * 8] * 4
-            assert gpu.counts["synchronisation"] - before == waits + 1  # one is by `tolist`
-        with gpu.serving():
-            if waits:
-                finds(gpu, "synchronisation", lambda: torch._grouped_mm(rows, weights, offs=stops))
-            torch._grouped_mm(weights, weights.transpose(1, 2))  # without offsets
-
-
-def test_numbers_of_the_host_and_the_device_are_not_mixed(gpu: VirtualGpu) -> None:
-    with pytest.raises(RuntimeError, match="on the same device"):
-        numbers(gpu) + torch.arange(8)
-    with pytest.raises(TypeError, match="to numpy"):
-        numbers(gpu).numpy()
-    assert (numbers(gpu, 2) + torch.tensor(3)).tolist() == [3, 4]
-
-
 def test_an_index_out_of_range_loses_the_device_later(gpu: VirtualGpu) -> None:
     gpu.scheduler.lag = 1.0
     there = numbers(gpu)
@@ -315,22 +220,6 @@ def test_an_injected_lack_of_memory(gpu: VirtualGpu, after: int) -> None:
     with pytest.raises(torch.OutOfMemoryError):
         numbers(gpu)
     assert numbers(gpu, 2).tolist() == [0, 1]
-
-
-def test_memory_is_limited_and_freed_tensors_leave_room() -> None:
-    with installed(VirtualGpu(memory=1000)) as gpu:
-        one = torch.zeros(100, device=gpu.place)
-        with gpu.peak() as peak:
-            two = torch.zeros(125, device=gpu.place)
-            del two
-        assert peak.bytes == 500 and gpu.memory() == (100, 1000) and gpu.reserved() == 900
-        gpu.release_cached()
-        assert gpu.memory() == (600, 1000)
-        three = torch.zeros(150, device=gpu.place)
-        with pytest.raises(torch.OutOfMemoryError):
-            torch.zeros(1, device=gpu.place)
-        del one
-        assert three.sum().item() == 0 and torch.zeros(50, device=gpu.place).sum().item() == 0
 
 
 def test_an_injected_loss_of_the_device(gpu: VirtualGpu) -> None:
