@@ -1,85 +1,18 @@
-"""Simulated lives of an engine that launches each step before it reads the results of the preceding one.
-
-30 lives, and more in `make test-all`. `python -m tests.simulation --overlap --seed N --verbose` replays
-one.
-"""
+"""A life of an engine that launches each step before it reads the results of the preceding one, with any fault."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 
 import pytest
 
-from tests.selection import mostly_long
-from tests.simulation.draw import draw, with_drafts, with_host, with_states
 from tests.simulation.late import LateSlotModel
-from tests.simulation.scenario import Fault, Flaw, Sabotage, Scenario
+from tests.simulation.scenario import Fault, Flaw, Sabotage
 from tests.simulation.test_faults import LIFE, failed, tokens_of
-from tests.simulation.test_lives import live, more
 from tests.simulation.world import World
 
-SIGHTS = (  # events that must occur, or the lives are too easy
-    "a fault: forward",
-    "a fault: garbled",
-    "a fault: memory",
-    "a fault: sampler",
-    "a fault: schedule",
-    "audited_blocks",
-    "beams: finished",
-    "cancelled: decode",
-    "coalesced_tokens",
-    "evicted",
-    "hits",
-    "host_bound_rows",
-    "nan",
-    "pinned",
-    "preemptions",
-    "scored_tokens",
-    "timed_out",
-    "wasted_tokens",
-)
 OVERLAPPED = replace(LIFE, overlap=True)
-
-
-OPTION_SIGHTS = {  # of lives with an option
-    "host": ("a fault: offload", "audited_blocks", "host_tokens", "preemptions", "wasted_tokens"),
-    "host and states": ("evicted_states", "host_tokens", "hits", "preemptions", "wasted_tokens"),
-    "states": ("evicted_states", "hits", "preemptions", "shaken", "wasted_tokens"),
-}
-
-
-def life(seed: int) -> Scenario:
-    scenario = draw(seed)
-    return replace(scenario, overlap=True)
-
-
-def life_with(option: str) -> Callable[[int], Scenario]:
-    """Return a function that draws a life with drafts, host memory, recurrent state, or several."""
-
-    def drawn(seed: int) -> Scenario:
-        found = with_host(life(seed)) if "host" in option else life(seed)
-        found = with_drafts(found) if "drafts" in option else found
-        return with_states(found) if "states" in option else found
-
-    return drawn
-
-
-def test_every_request_of_some_lives_ends_as_it_must() -> None:
-    seen = live(list(range(30)), life)
-    assert not [sight for sight in SIGHTS if not seen[sight]], f"never met; seen: {seen}"
-
-
-@pytest.mark.parametrize("option", mostly_long(sorted(OPTION_SIGHTS)))
-def test_every_request_of_some_lives_with_an_option_ends_as_it_must(option: str) -> None:
-    seen = live(list(range(16)), life_with(option))
-    assert not [sight for sight in OPTION_SIGHTS[option] if not seen[sight]], f"never met; seen: {seen}"
-
-
-@pytest.mark.long
-def test_every_request_of_every_life_ends_as_it_must() -> None:
-    live(more(30), life)
 
 
 @pytest.fixture(scope="module")

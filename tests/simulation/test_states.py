@@ -1,7 +1,4 @@
-"""Simulated lives of an engine whose model has recurrent state: 12 in `make test`, more in `make test-all`.
-
-`python -m tests.simulation --states --seed N --verbose` replays one.
-"""
+"""Lives of an engine whose model has recurrent state: faults, and the hits of what snapshots keep."""
 
 from __future__ import annotations
 
@@ -18,46 +15,18 @@ from radixkv.engine.core import Core
 from radixkv.engine.request import Request
 from radixkv.engine.request_facts import PromptParts
 from radixkv.sampling.params import SamplingParams
-from tests.simulation.draw import draw, with_states
 from tests.simulation.late import LateSampler, LateSlotModel
 from tests.simulation.model import VOCAB, SlotModel
 from tests.simulation.oracle import replies
 from tests.simulation.scenario import Ask, Fault, Flaw, Scenario, States
 from tests.simulation.stateful import StatefulSlotModel
 from tests.simulation.test_faults import EVERY_THIRD, LIFE, failed, in_step
-from tests.simulation.test_lives import live, more
 from tests.simulation.world import World
 
-SIGHTS = (  # events that must occur, or the lives are too easy
-    "beams: resumed and finished",
-    "cancelled: preempted",
-    "preemptions",
-    "recomputed_tokens",
-    "coalesced_tokens",
-    "evicted",
-    "evicted_states",
-    "hits",
-    "pinned",
-    "shaken",
-)
 STATES = States(snapshots=20, prompt=4, long=1000, least=1)
 WITH_STATES = replace(LIFE, states=STATES)
 GREEDY = SamplingParams(max_tokens=3, temperature=0)
 CONFIG = EngineConfig(max_sequences=6, max_batch_tokens=64, prefill_chunk=16)
-
-
-def life(seed: int) -> Scenario:
-    return with_states(draw(seed))
-
-
-def test_every_request_of_some_lives_ends_as_it_must() -> None:
-    assert live(list(range(12)), life)["hits"]
-
-
-@pytest.mark.long
-def test_every_request_of_every_life_ends_as_it_must() -> None:
-    seen = live(more(12), life)
-    assert not [sight for sight in SIGHTS if not seen[sight]], f"never met; seen: {seen}"
 
 
 @EVERY_THIRD
