@@ -120,39 +120,6 @@ def test_thousands_of_audits_of_a_healthy_cache_find_nothing_and_change_nothing(
     assert all(request.channel.ended for request in requests)
 
 
-def test_an_audit_covers_all_that_is_cached() -> None:
-    world = audited(recheck_tokens=4)
-    for i in range(5):
-        world.answer(list(range(i, i + 25)), namespace=i % 2)
-    world.submit(list(range(20, 45)))
-    world.step()
-    seen: set[int] = set()
-    recheck = world.runner.recheck
-
-    def noted(tokens: np.ndarray, start: int, table: np.ndarray) -> Recheck:
-        seen.update(table[start // 4 :].tolist())
-        return recheck(tokens, start, table)
-
-    world.runner.recheck = noted  # type: ignore[method-assign]
-    world.audit(2000)
-    assert len(seen) == world.cache.num_blocks - world.cache.free_blocks
-
-
-def test_counters_of_requests_do_not_count_audits() -> None:
-    world = audited()
-    world.answer(list(range(40)))
-    before = vars(world.core.counters).copy()
-    report = world.audit(50)
-    after = vars(world.core.counters).copy()
-    assert after.pop("audited_blocks") - before.pop("audited_blocks") == report.blocks >= 50
-    assert after == before
-
-
-def test_nothing_cached_is_nothing_audited() -> None:
-    assert audited().audit(10) == AuditReport(0, 0)
-    assert str(AuditReport(12400, 0)) == "12,400 blocks audited, 0 differ"
-
-
 # ---- planted
 
 
@@ -186,36 +153,6 @@ def test_what_was_changed_is_found_named_and_dropped_and_all_else_stays(seed: in
         start = position // size * size
         assert world.cached(prompt) == was.length or (was.length > start and prompt[:start] == victim[:start])
     assert all(world.answer(prompt) for prompt in prompts)
-
-
-def test_an_alarm_is_followed_up_however_few_blocks_were_asked_for() -> None:
-    world = audited()
-    world.answer(list(range(60)))
-    spoil(world, list(range(60)), 3)  # all later pieces differ
-    [difference] = world.audit(1).differences
-    assert difference.start == 3
-
-
-def test_two_changes_are_both_found() -> None:
-    world = audited()
-    one, other = list(range(40)), list(range(10, 50))
-    world.answer(one)
-    world.answer(other)
-    spoil(world, one, 20)
-    spoil(world, other, 3)
-    assert {(each.start, each.namespace) for each in world.audit(1000).differences} == {(20, None), (3, None)}
-    assert world.cached(one) <= 20
-    assert world.cached(other) <= 3
-
-
-def test_a_namespace_is_reported_and_others_are_left_alone() -> None:
-    world = audited()
-    for name in (None, "a", ("b", 1)):
-        world.answer(list(range(40)), namespace=name)
-    spoil(world, list(range(40)), 9, ("b", 1))
-    [difference] = world.audit(500).differences
-    assert difference.namespace == ("b", 1)
-    assert [world.cached(list(range(40)), name) for name in (None, "a", ("b", 1))] == [40, 40, 8]
 
 
 def test_a_copy_that_is_wrong_takes_its_own_branch_only() -> None:
@@ -257,50 +194,6 @@ def test_requests_that_read_it_fail_and_others_go_on() -> None:
     assert world.cache.stats().held_blocks == 0
 
 
-def test_a_request_that_was_preempted_after_reading_it_fails_too() -> None:
-    world = audited()
-    shared, more = list(range(24)), GREEDY.but(max_tokens=20)
-    world.answer(shared)
-    reader, other = world.submit([*shared, 30], more), world.submit(list(range(5, 25)), more)
-    for _ in range(6):
-        world.step()
-    for request in (reader, other):
-        world.core.scheduler.preempt(request)
-    spoil(world, shared, 9)
-    assert world.audit(500).differences[0].failed_requests == 1
-    with pytest.raises(RequestFailed, match="cannot be trusted"):
-        reader.channel.wait(0)
-    world.finish()
-    assert is_right(other)
-
-
-def test_a_request_that_computed_the_same_tokens_itself_goes_on() -> None:
-    world = audited()
-    prompt = list(range(24))
-    twins = [world.submit(prompt, GREEDY.but(max_tokens=30)) for _ in range(2)]
-    twins[1].scheduling.publish_late = twins[1].queued.waited_enough = True
-    for _ in range(6):
-        world.step()
-    spoil(world, prompt, 9)
-    assert world.audit(500).differences[0].failed_requests == 1
-    world.finish()
-    assert is_right(twins[1])
-    with pytest.raises(RequestFailed):
-        twins[0].channel.wait(0)
-
-
-def test_all_samples_of_a_request_fail_together() -> None:
-    world = audited()
-    request = world.submit(list(range(24)), GREEDY.but(n=3, temperature=1, max_tokens=20))
-    for _ in range(5):
-        world.step()
-    spoil(world, list(range(24)), 3)
-    assert world.audit(500).differences[0].failed_requests == 1
-    with pytest.raises(RequestFailed):
-        request.channel.wait(0)
-    assert world.cache.stats().held_blocks == 0
-
-
 def test_a_reader_of_a_healthy_copy_stands_in_the_way_and_fails_too() -> None:
     world = audited()
     trunk = list(range(10))
@@ -339,45 +232,7 @@ def test_pins_on_it_are_released_and_others_kept() -> None:
     assert short.active
 
 
-def test_what_is_evicted_before_the_first_wrong_piece_is_found_is_forgotten() -> None:
-    world = audited()
-    world.answer(list(range(60)))
-    spoil(world, list(range(60)), 30)
-    future = world.begin_audit(500)
-    while world.auditor._walk is None:
-        world.auditor.step(busy=False)
-    world.cache.clear()
-    while not future.done():
-        world.auditor.step(busy=False)
-    assert future.result().differences == ()
-
-
 # ---- among requests
-
-
-def test_a_piece_is_audited_after_each_step() -> None:
-    world = audited()
-    world.answer(list(range(40)))
-    request = world.submit(list(range(5, 45)), GREEDY.but(max_tokens=30))
-    future = world.begin_audit(20)
-    for count in range(1, 6):
-        world.step()
-        assert world.runner.rechecked == count
-    assert not request.channel.ended
-    world.finish()
-    assert future.result().blocks >= 20
-    assert is_right(request)
-
-
-def test_several_audits_take_turns_and_a_cancelled_one_ends() -> None:
-    world = audited()
-    world.answer(list(range(40)))
-    futures = [world.begin_audit(10) for _ in range(3)]
-    futures[1].cancel()
-    while not futures[2].done():
-        world.auditor.step(busy=False)
-    assert [future.cancelled() or future.result().blocks >= 10 for future in futures] == [True] * 3
-    assert world.core.counters.audited_blocks < 30
 
 
 def test_a_model_that_raises_fails_the_audit_and_nothing_else() -> None:

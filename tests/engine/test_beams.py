@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,9 +12,6 @@ import torch
 
 from radixkv import SamplingParams
 from radixkv.cache import Sequence as CachedSequence
-from radixkv.chat import Engine
-from radixkv.engine.beams import BeamSearch
-from radixkv.engine.core import Core
 from radixkv.engine.observers import EngineObserver
 from radixkv.engine.output import Completion
 from radixkv.engine.request import Request
@@ -72,79 +68,13 @@ def check_beams(found: Completion, expected: Beams) -> None:
     assert [each.index for each in (found, *found.alternatives)] == list(range(len(expected)))
 
 
-class Recount:
-    """Counts the blocks of all beams after each step, as a background task of the core."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.core: Core = engine.core
-        self.widths: Counter[int] = Counter()
-        self.shared = 0
-        engine.core.background.append(self)
-
-    def due_in(self, *, busy: bool) -> float | None:
-        return 0.0 if busy else None
-
-    def step(self, *, busy: bool) -> None:
-        self.core.cache.check()
-        tables: set[int] = set()
-        nodes = 0
-        for request in self.core.scheduler.running:
-            streams = [stream for stream in request.live if stream.active]
-            blocks, texts, size = set(), set(), self.core.cache.block_size
-            for number, stream in enumerate(streams):
-                table, length = stream.sequence.block_table.tolist(), stream.sequence.length
-                blocks.update(table)
-                for at in range(len(table)):
-                    # After a preemption beams share the prompt, and the reply only as far as it was found in the cache.
-                    own = number if request.scheduling.preemptions and (at + 1) * size > len(request.prompt) else 0
-                    texts.add((own, at, *stream.tokens[: min(length, (at + 1) * size)]))
-                self.shared += len(table)
-            # The prompt once, what follows the last common ancestor for each beam, and one copy of a block per beam.
-            assert not isinstance(request.replies, BeamSearch) or len(blocks) <= len(texts) + len(streams)
-            self.shared -= len(blocks)
-            tables |= blocks
-            nodes += 1 + len(streams) * bool(
-                request.scheduling.preemptions
-            )  # nodes that end inside a block of which all have copies
-            if isinstance(request.replies, BeamSearch):
-                assert len(streams) <= request.replies.width
-                self.widths[len(streams)] += 1
-        assert self.core.cache.stats().held_blocks <= len(tables) + nodes  # beams that have ended hold none
-
-    def close(self) -> None:
-        return None
-
-
 def prompts(seed: int, count: int, length: int = 11) -> list[list[int]]:
     rng = random.Random(seed)
     return [rng.choices(range(STOP), k=length + at) for at in range(count)]
 
 
 PARAMS = SamplingParams(max_tokens=9, beam_width=4)
-VARIANTS = {
-    "plain": PARAMS,
-    "early": PARAMS.but(early_stopping=True, length_penalty=0.0),
-    "never": PARAMS.but(early_stopping="never", length_penalty=1.7, beam_width=3),
-    "short": PARAMS.but(length_penalty=-2.0, min_tokens=3),
-    "never, short": PARAMS.but(early_stopping="never", length_penalty=-1.0, max_tokens=14),
-    "wide": PARAMS.but(beam_width=12, max_tokens=5),
-    "one token": PARAMS.but(max_tokens=1),
-}
 STOPS = list(range(0, 50, 6))  # so that beams finish early
-
-
-@pytest.mark.parametrize(("name", "block_size"), [("never", 1), ("never, short", 4), ("wide", 4), ("early", 16)])
-def test_answers_and_blocks_of_every_step(name: str, block_size: int) -> None:
-    params = VARIANTS[name].but(stop_token_ids=STOPS)
-    texts, stops = prompts(len(name), 3), frozenset({STOP, *STOPS})
-    engine, _ = make_engine(400 // block_size + 60, block_size, max_sequences=40, prefill_chunk=5)
-    with engine:
-        recount = Recount(engine)
-        for found, text in zip(engine.generate(texts, params), texts, strict=True):
-            check_beams(found, naive_beams(text, params, stops))
-        check(engine)
-        assert max(recount.widths) == (params.beam_width if params.max_tokens > 1 else 1)
-        assert recount.shared > 20 or params.max_tokens == 1
 
 
 def test_a_prompt_is_computed_once_and_found_by_a_later_search() -> None:

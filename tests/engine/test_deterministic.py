@@ -71,12 +71,6 @@ def answers(world: World, prompt: Sequence[int], params: SamplingParams = GREEDY
     return [list(each.token_ids) for each in (done, *done.alternatives)]
 
 
-def cached_states(world: World, prompt: Sequence[int]) -> np.ndarray:
-    match = world.cache.match(np.array(prompt, np.int32))
-    found: np.ndarray = world.runner.state[match.blocks].reshape(-1)[: match.length]
-    return found
-
-
 def deterministic(chunk: int, sequences: int = 4) -> EngineConfig:
     return sized(sequences, 3 * chunk + sequences, chunk, deterministic=True)
 
@@ -144,78 +138,6 @@ def test_a_conversation_hits_whole_chunks_and_nothing_that_was_decoded() -> None
 
 
 # ---- together
-
-
-def test_a_second_preemption_publishes_the_recomputed_tokens() -> None:
-    world = rounding(100, 4, deterministic(8))
-    request = world.submit(list(range(40)), GREEDY.but(max_tokens=20))
-    for _ in range(8):
-        world.step()
-    world.core.scheduler.preempt(request)
-    world.cache.clear()
-    world.step()
-    world.step()
-    world.core.cancel(request)
-    world.cache.check()
-    assert world.cache.match(list(range(40))).length == 16
-
-
-def test_a_hit_that_is_cut_to_fit_the_pool_still_ends_on_the_grid() -> None:
-    config = deterministic(6)
-    world = rounding(10, 4, config)
-    answers(world, list(range(20)))
-    prompt, params = [*range(20), 30], GREEDY.but(max_tokens=20)
-    assert answers(world, prompt, params) == reference(4, config, prompt, params)
-    assert (
-        world.core.counters.cached_tokens == 12
-    )  # of 18; with these, and the copy of their last block, the request does not fit
-
-
-def test_requests_that_ran_together_leave_hits_that_change_nothing() -> None:
-    rng = random.Random(5)
-    config, prompts = deterministic(8, 6), family_of_prompts(rng, 30, 60)
-    world = rounding(400, 4, config)
-    for prompt in prompts:
-        world.submit(prompt)
-    world.finish()
-    assert world.runner.beside > 10
-    before = world.core.counters.cached_tokens
-    for prompt in prompts:
-        assert answers(world, prompt) == reference(4, config, prompt, GREEDY)
-    assert world.core.counters.cached_tokens - before > 500
-
-
-def test_a_first_token_does_not_depend_on_other_requests() -> None:
-    rng = random.Random(6)
-    config, prompts = deterministic(8, 6), family_of_prompts(rng, 30, 60)
-    world = rounding(400, 4, config)
-    requests = [world.submit(prompt, GREEDY.but(max_tokens=rng.randint(1, 9))) for prompt in prompts]
-    world.finish()
-    for prompt, request in zip(prompts, requests, strict=True):
-        [[first]] = reference(4, config, prompt, GREEDY.but(max_tokens=1))
-        assert request.channel.wait(0).token_ids[0] == first
-
-
-def test_a_request_whose_chunk_another_published_keeps_its_own() -> None:
-    world = rounding(100, 4, deterministic(8))
-    one, other = (world.submit([*range(32), 40 + i], GREEDY.but(max_tokens=20)) for i in range(2))
-    other.queued.waited_enough = True  # does not wait for the other request
-    world.step()
-    while one.live[0].prefilling or other.live[0].prefilling:
-        world.step()
-    tables = [request.live[0].sequence.block_table[:8].tolist() for request in (one, other)]
-    assert not set(tables[0]) & set(tables[1])
-    for _ in range(5):
-        world.step()
-    assert [request.live[0].sequence.block_table[:8].tolist() for request in (one, other)] == tables
-    world.finish()
-    assert world.cache.match(list(range(32))).length == 32
-
-
-def test_what_fills_the_pool_is_published_when_it_ends() -> None:
-    world = rounding(10, 4, deterministic(8))
-    answers(world, list(range(33)), GREEDY.but(max_tokens=7))
-    assert world.cache.match(list(range(33))).length == 32
 
 
 def test_chunks_are_never_cut_to_fit_a_step() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-import threading
 import weakref
 
 import numpy as np
@@ -29,99 +28,6 @@ def test_each_prompt_of_a_batch_gets_the_reply_of_its_own_history():
         assert [list(each.token_ids) for each in done] == [greedy_reply(prompt, 6) for prompt in prompts]
         assert all(each.finish_reason == "length" for each in done)
         check(engine)
-
-
-def test_a_full_repeat_recomputes_one_token():
-    engine, _ = make_engine()
-    with engine:
-        prompt = prompt_of(23)
-        first, again = engine.generate([prompt], GREEDY)[0], engine.generate([prompt], GREEDY)[0]
-        assert (first.usage.cached_tokens, first.usage.computed_tokens) == (0, 23 + 5)
-        assert (again.usage.cached_tokens, again.usage.computed_tokens) == (22, 1 + 5)
-        assert again.token_ids == first.token_ids
-
-
-def test_decoded_tokens_are_published_except_the_last():
-    engine, _ = make_engine()
-    with engine:
-        prompt = prompt_of(10)
-        reply = engine.generate([prompt], GREEDY)[0].token_ids
-        assert engine.probe([*prompt, *reply]).matched == 10 + 5
-        longer = engine.generate([[*prompt, *reply, 1, 2]], GREEDY)[0]
-        assert longer.usage.cached_tokens == 10 + 5
-        assert list(longer.token_ids) == greedy_reply([*prompt, *reply, 1, 2], 6)
-
-
-def test_requests_hit_the_prefix_of_a_running_request():
-    engine, runner = make_engine()
-    runner.gate = threading.Semaphore(0)
-    with engine:
-        prompt = prompt_of(12)
-        first = engine.submit(prompt, GREEDY)
-        runner.gate.release()  # its prompt
-        next(iter(first))
-        second = engine.submit(prompt, GREEDY)
-        runner.gate.release(100)
-        assert second.result().usage.cached_tokens == 11
-        assert second.result().token_ids == first.result().token_ids == tuple(greedy_reply(prompt, 6))
-
-
-def test_a_request_waits_for_a_prefix_that_another_one_computes():
-    engine, runner = make_engine(prefill_chunk=8)
-    shared = prompt_of(40)
-    with engine:
-        prompts = [[*shared, tail] for tail in range(8)]
-        done = engine.generate(prompts, GREEDY)
-        assert [list(each.token_ids) for each in done] == [greedy_reply(prompt, 6) for prompt in prompts]
-        assert [each.usage.cached_tokens for each in done] == [0] + [40] * 7
-        assert sum(n for step in runner.steps for _, n in step) == engine.stats().computed_tokens
-
-
-def test_decodes_come_first_and_prompts_in_chunks_within_the_budget():
-    engine, runner = make_engine(max_sequences=4, max_batch_tokens=10, prefill_chunk=6)
-    runner.gate = threading.Semaphore(0)
-    with engine:
-        handles = [engine.submit(prompt_of(2, 1), GREEDY)]
-        assert runner.began.acquire(timeout=10)
-        handles += [engine.submit(prompt_of(n, n), GREEDY) for n in (9, 20)]
-        runner.gate.release(1000)
-        for handle, prompt in zip(handles, [prompt_of(2, 1), prompt_of(9, 9), prompt_of(20, 20)], strict=True):
-            assert list(handle.result().token_ids) == greedy_reply(prompt, 6)
-    # Step 2: one decoded token of the first, six of the nine, and the rest of the budget for the twenty.
-    assert runner.steps[:3] == [[(0, 2)], [(2, 1), (0, 6), (0, 3)], [(3, 1), (6, 3), (3, 6)]]
-    assert max(sum(n for _, n in step) for step in runner.steps) <= 10
-
-
-def test_namespaces_do_not_share():
-    engine, _ = make_engine()
-    with engine:
-        prompt = prompt_of(16)
-        engine.generate([prompt], GREEDY, namespace="a")
-        assert engine.generate([prompt], GREEDY, namespace="b")[0].usage.cached_tokens == 0
-        assert engine.generate([prompt], GREEDY, namespace="a")[0].usage.cached_tokens == 15
-        assert engine.probe(prompt, namespace="b").matched == 16
-        assert engine.probe(prompt).matched == 0
-        with pytest.raises(InvalidInput, match="hashable"):
-            engine.submit(prompt, namespace=["a"])
-
-
-@pytest.mark.parametrize("shared", [12, 13])
-def test_streams_of_one_request_fork_after_one_prefill(shared):
-    engine, runner = make_engine()
-    prompt = prompt_of(shared)
-    params = SamplingParams(max_tokens=8, n=4, seed=7, ignore_eos=True)
-    with engine:
-        done = engine.generate([prompt], params)[0]
-        check(engine)
-        assert runner.steps[0] == [(0, shared)]
-        assert sum(n for step in runner.steps for _, n in step) == shared + 4 * 7
-        streams = [done, *done.alternatives]
-        assert [each.index for each in streams] == [0, 1, 2, 3]
-        assert len({each.token_ids for each in streams}) == 4
-        assert [each.usage.cached_tokens for each in streams] == [0, shared, shared, shared]
-        # The first stream is the reply of n=1 with that seed; every stream repeats itself.
-        assert engine.generate([prompt], params.but(n=1))[0].token_ids == done.token_ids
-        assert engine.generate([prompt], params)[0].alternatives[2].token_ids == done.alternatives[2].token_ids
 
 
 def test_chunks_of_forked_streams_add_up():
@@ -192,36 +98,6 @@ def test_a_reply_ends_where_the_context_does():
         assert (len(done.token_ids), done.finish_reason) == (5, "length")
         with pytest.raises(PromptTooLong, match="20 tokens"):
             engine.submit(prompt_of(20))
-
-
-def test_a_pool_can_be_filled_to_its_last_slot():
-    engine, _ = make_engine(num_blocks=5, block_size=4)
-    with engine:
-        for length in (19, 13, 18, 16, 19):  # hits that end inside a block must not make it too small
-            prompt = prompt_of(length)
-            done = engine.generate([prompt], GREEDY.but(max_tokens=100))[0]
-            assert list(done.token_ids) == greedy_reply(prompt, 20 - length)
-            check(engine)
-        with pytest.raises(PromptTooLong, match="the pool holds 20"):
-            engine.submit(prompt_of(20))
-        with pytest.raises(PromptTooLong, match="7 blocks of 4 tokens, and the pool has 5"):
-            engine.submit(prompt_of(13), GREEDY.but(max_tokens=8, n=2))
-
-
-def test_a_hit_that_other_requests_hold_takes_no_block():
-    engine, runner = make_engine(num_blocks=13)
-    stem = prompt_of(32, 1)
-    with engine:
-        runner.gate = threading.Semaphore(0)
-        first = engine.submit(stem, GREEDY.but(max_tokens=5))
-        runner.gate.release(1)
-        next(iter(first))
-        second = engine.submit([*stem, 1], GREEDY.but(max_tokens=3))
-        runner.gate.release(1000)
-        assert list(second.result(timeout=10).token_ids) == greedy_reply([*stem, 1], 3)
-        assert [(33 - 1, 1) in step and len(step) == 2 for step in runner.steps].count(True) == 1  # with the first
-        assert second.result().usage.cached_tokens == 32
-        check(engine)
 
 
 def test_a_forgotten_engine_ends_its_thread():

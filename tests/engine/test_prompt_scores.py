@@ -117,34 +117,6 @@ def test_the_least_recently_used_prompt_is_dropped_first() -> None:
 # ---- requests
 
 
-def test_a_repeated_prompt_takes_all_scores_and_hits_all_kv() -> None:
-    engine, runner = make_engine()
-    with engine:
-        first = engine.generate([PROMPT], GREEDY.but(prompt_logprobs=3))[0]
-        runner.steps.clear()
-        again = engine.generate([PROMPT], GREEDY.but(prompt_logprobs=2))[0]
-        assert_scored(again, PROMPT, 2)
-        assert runner.steps[0] == [(29, 1)] and again.usage.cached_tokens == 29
-        assert engine.stats().scored_tokens == engine.stats().reused_scores == 29
-        more = engine.generate([PROMPT], GREEDY.but(prompt_logprobs=4))[0]  # more than are kept
-        assert_scored(more, PROMPT, 4)
-        assert more.usage.cached_tokens == 0
-        assert first.token_ids == again.token_ids == more.token_ids
-
-
-def test_prompts_with_a_common_prefix_compute_and_score_it_once() -> None:
-    engine, _ = make_engine(num_blocks=400, prefill_chunk=16, max_batch_tokens=64)
-    prompts = [[*LONG, each, 1, 2] for each in range(8)]
-    with engine:
-        done = engine.generate(prompts, GREEDY.but(max_tokens=1, prompt_logprobs=1))
-        for each, prompt in zip(done, prompts, strict=True):
-            assert_scored(each, prompt, 1)
-        # The row of the last common token is computed again: it scores the first token that differs.
-        assert engine.stats().computed_tokens == 203 + 7 * 4
-        assert engine.stats().scored_tokens == 202 + 7 * 3
-        assert engine.stats().coalesced_requests == 7
-
-
 def test_score_takes_the_scores_of_a_prompt_and_gives_none() -> None:
     engine, _ = make_engine()
     with engine:
@@ -157,15 +129,6 @@ def test_score_takes_the_scores_of_a_prompt_and_gives_none() -> None:
         assert_score(again, PROMPT[:20], PROMPT[20:])
         assert again.usage.cached_tokens == 28
         assert engine.stats().reused_scores == 9
-
-
-def test_namespaces_share_no_scores() -> None:
-    engine, _ = make_engine(num_blocks=200)
-    params = GREEDY.but(prompt_logprobs=1)
-    with engine:
-        for name in ("ann", "ben"):
-            handles = [engine.submit(PROMPT, params, namespace=name) for _ in range(2)]
-            assert [each.result().usage.cached_tokens for each in handles] == [0, 29]
 
 
 @pytest.mark.parametrize("drop", ["clear_cache", "prefix_cache"])

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from radixkv import SamplingParams
 from radixkv.cache import Sequence as CacheSequence
 from radixkv.config import EngineConfig
 from radixkv.engine import wait_queue
@@ -37,15 +36,6 @@ def test_a_long_prompt_never_keeps_a_running_stream_from_its_token(chunk: int) -
     assert all(map(is_right, [*streams, long]))
 
 
-def test_what_decodes_leave_goes_to_prompts_by_rank() -> None:
-    world = World(config=sized(4, 20, 12))
-    world.submit(tokens(30, 1))
-    second = world.submit(tokens(30, 2), priority=1)
-    assert world.step() == [(0, 12), (0, 8)]
-    assert second.streams[0].sequence.length == 12
-    assert world.step() == [(12, 12), (8, 8)]
-
-
 # ---- admission
 
 
@@ -56,33 +46,6 @@ def test_what_can_never_fit_is_refused_at_once_with_the_numbers() -> None:
     with pytest.raises(PromptTooLong, match="in each of 3 streams"):
         world.submit(tokens(8), GREEDY.but(max_tokens=12, n=3))
     assert not world.core.busy
-
-
-def test_a_prompt_that_could_not_be_computed_is_not_admitted() -> None:
-    world = World(20, 4, EngineConfig(prefill_chunk=4))
-    first = world.submit(tokens(40, 1))  # promised 10 blocks and one of headroom
-    second = world.submit(tokens(40, 2))
-    world.step()
-    assert world.core.scheduler.running == [first]
-    world.finish()
-    assert is_right(first) and is_right(second)
-    assert not world.core.counters.preemptions
-
-
-def test_what_waits_holds_nothing_and_its_hit_counts_once() -> None:
-    world = World(20, 4)
-    prompt = tokens(30, 1)
-    world.submit(prompt)
-    world.finish()
-    big = world.submit(tokens(60, 2), GREEDY.but(max_tokens=10))
-    again = world.submit(prompt)
-    world.step()
-    assert world.core.scheduler.running == [big]
-    assert world.cache.stats().sequences == 1
-    world.finish()
-    assert is_right(again)
-    assert world.core.counters.prompt_tokens == 30 + 60 + 30
-    assert world.cache.stats().query_tokens == 120
 
 
 # ---- coalescing
@@ -104,33 +67,6 @@ def test_sixteen_equal_prompts_of_8k_are_computed_once(chunk: int) -> None:
     assert world.cache.num_blocks - world.cache.stats().free_blocks <= 512 + 16
 
 
-def test_those_that_wait_for_a_neighbour_let_others_pass() -> None:
-    world = World(256, 4, EngineConfig(prefill_chunk=8))
-    shared = tokens(100)
-    leader, follower = (world.submit([*shared, tail]) for tail in (1, 2))
-    other = world.submit(tokens(5, 7))
-    world.step()
-    assert world.core.scheduler.running == [leader, other]
-    world.finish()
-    assert follower.streams[0].counts.cached_tokens == 100
-    assert all(map(is_right, (leader, follower, other)))
-
-
-def test_a_leader_that_is_gone_delays_no_request() -> None:
-    world = World(256, 4, EngineConfig(prefill_chunk=8))
-    shared = tokens(100)
-    leader, follower = (world.submit([*shared, tail]) for tail in (1, 2))
-    world.step()
-    world.step()
-    assert world.core.scheduler.running == [leader]
-    world.core.cancel(leader)
-    world.step()
-    assert world.core.scheduler.running == [follower]
-    assert follower.streams[0].counts.cached_tokens == 16
-    world.finish()
-    assert is_right(follower)
-
-
 def test_the_wait_for_a_neighbour_is_bounded() -> None:
     world = World(256, 4, EngineConfig(prefill_chunk=8))
     shared = tokens(100)
@@ -148,19 +84,6 @@ def test_the_wait_for_a_neighbour_is_bounded() -> None:
     assert is_right(leader) and is_right(follower)
 
 
-def test_a_request_that_can_hit_nothing_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a prefix cache equal prompts run at the same time, as different ones do, and are not even compared."""
-    monkeypatch.delattr(wait_queue, "common_prefix")
-    steps = []
-    for seeds in ([1] * 6, range(6)):
-        world = World(1024, 4, EngineConfig(max_batch_tokens=256, prefill_chunk=32), reuse=False)
-        requests = [world.submit(tokens(300, seed)) for seed in seeds]
-        steps.append(world.finish())
-        assert all(map(is_right, requests))
-        assert not world.core.counters.coalesced_requests
-    assert steps[0] == steps[1]
-
-
 def test_a_leader_that_publishes_late_delays_no_request() -> None:
     world = World(32, 4, EngineConfig(prefill_chunk=8))
     shared = tokens(100)
@@ -172,14 +95,6 @@ def test_a_leader_that_publishes_late_delays_no_request() -> None:
     assert follower.queued.prefix_wait is None
     world.finish()
     assert is_right(leader) and is_right(follower)
-
-
-def test_other_namespaces_and_short_prefixes_are_not_waited_for() -> None:
-    world = World(256, 4, EngineConfig(prefill_chunk=8))
-    shared = tokens(100)
-    requests = [world.submit(shared), world.submit(shared, namespace="b"), world.submit([*shared[:7], 48, 48])]
-    world.step()
-    assert world.core.scheduler.running == requests
 
 
 # ---- order
@@ -209,21 +124,6 @@ def test_unknown_orders_and_delays_are_refused(wrong: dict[str, Any]) -> None:
 
 
 # ---- preemption
-
-
-def test_only_what_was_evicted_is_computed_again() -> None:
-    world = World(24, 4)
-    a = world.submit(tokens(30, 1), GREEDY.but(max_tokens=40))
-    b = world.submit(tokens(20, 2), GREEDY.but(max_tokens=40))
-    while not b.scheduling.preemptions and not a.scheduling.preemptions:
-        world.step()
-    victim, other = (b, a) if b.scheduling.preemptions else (a, b)
-    reached, kept = victim.streams[0].counts.reached, world.cache.match(victim.known).length
-    assert 8 < kept < reached  # its beginning is still cached
-    world.core.cancel(other)
-    world.finish()
-    assert is_right(victim)
-    assert victim.channel.wait(0).usage.recomputed_tokens == reached - kept
 
 
 def test_the_victim_has_the_lowest_priority_then_costs_least() -> None:
@@ -324,28 +224,6 @@ def test_a_request_that_cannot_fit_because_of_pins_is_refused() -> None:
 
 
 # ---- parallel sampling
-
-
-@pytest.mark.parametrize("prompt_length", [1, 15, 16, 17, 40])
-@pytest.mark.parametrize("size", [1, 4, 16])
-def test_eight_samples_hold_the_prompt_once(prompt_length: int, size: int) -> None:
-    prompt = tokens(prompt_length)
-    for seed in range(1000):  # streams with equal first tokens would share more
-        world = World(400, size)
-        request = world.submit(prompt, SamplingParams(max_tokens=20, n=8, seed=seed, temperature=9, ignore_eos=True))
-        world.step()
-        if len({stream.tokens[-1] for stream in request.streams}) == 8:
-            break
-    for new in range(1, 19):
-        world.step()
-        # The prompt's full blocks once; each stream's output begins in a copy of the prompt's part-filled block.
-        full, part = divmod(prompt_length, size)
-        assert world.cache.stats().held_blocks == full + 8 * -(-(part + new) // size)
-    world.finish()
-    done = request.channel.wait(0)
-    assert len({tuple(stream.tokens) for stream in request.streams}) == 8  # each has a seed of its own
-    assert done.usage.computed_tokens == prompt_length + 19
-    assert all(each.usage.cached_tokens == prompt_length for each in done.alternatives)
 
 
 # ---- faults

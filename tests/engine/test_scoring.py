@@ -99,19 +99,6 @@ def test_prompt_logprobs_are_a_sequence_that_does_not_change() -> None:
         found[600]
 
 
-def test_a_hit_is_cut_where_scores_need_logits() -> None:
-    engine, runner = make_engine()
-    with engine:
-        engine.generate([PROMPT], GREEDY)
-        runner.steps.clear()
-        done = engine.generate([PROMPT], GREEDY.but(prompt_logprobs=0))[0]
-        assert_scored(done, PROMPT, 0)
-        assert runner.steps[0] == [(0, 30)]
-        assert done.usage.cached_tokens == 0 and done.usage.computed_tokens == 32
-        assert engine.stats().scored_tokens == 29
-        check(engine)
-
-
 def test_all_streams_of_a_request_have_the_same_prompt_logprobs() -> None:
     engine, _ = make_engine()
     with engine:
@@ -190,26 +177,6 @@ def test_scores_match_the_model_and_share_the_prompt() -> None:
         engine.score(PROMPT, continuations)
         assert sum(tokens for step in runner.steps for _, tokens in step) == 1 + 3 + 2
         check(engine)
-
-
-def test_continuations_of_a_cold_prompt_wait_for_the_first() -> None:
-    engine, _ = make_engine(num_blocks=400, prefill_chunk=16, max_batch_tokens=64)
-    prompt = random.Random(4).choices(range(49), k=200)
-    with engine:
-        scores = engine.score(prompt, [[each, 1, 2] for each in range(8)])
-        for each, score in enumerate(scores):
-            assert_score(score, prompt, [each, 1, 2])
-        assert engine.stats().computed_tokens == 202 + 7 * 3
-        assert engine.stats().coalesced_requests == 7
-        assert [score.usage.computed_tokens for score in scores] == [202] + [3] * 7
-
-
-def test_without_a_prefix_cache_each_request_computes_the_prompt() -> None:
-    engine, _ = make_engine(prefix_cache=False, num_blocks=200)
-    with engine:
-        for score, token in zip(engine.score(PROMPT, [[3, 1], [4, 1]]), (3, 4), strict=True):
-            assert_score(score, PROMPT, [token, 1])
-        assert engine.stats().computed_tokens == 2 * 31
 
 
 @pytest.mark.parametrize(
@@ -403,19 +370,6 @@ def test_the_additional_rows_of_a_step_are_bounded() -> None:
     assert [each for each in seen if each] == [30] * 4, "a chunk that must not be cut has a step of its own"
 
 
-def test_a_preempted_request_keeps_its_scores() -> None:
-    config = EngineConfig(max_sequences=4, max_batch_tokens=20, prefill_chunk=8)
-    world = world_of("plain", 100, config)
-    request = ask(world, PROMPT, GREEDY.but(prompt_logprobs=1))
-    world.step()
-    world.step()
-    world.core.scheduler.preempt(request)
-    world.core.cache.clear()  # so that the KV is computed again
-    world.finish()
-    check_scores(world)
-    assert world.core.counters.scored_tokens == 29 and world.core.counters.recomputed_tokens >= 15
-
-
 def test_tokens_before_the_first_score_take_no_rows_of_the_bound() -> None:
     config = EngineConfig(max_sequences=4, max_batch_tokens=100, prefill_chunk=64)
     world = world_of("plain", 100, config)
@@ -423,18 +377,6 @@ def test_tokens_before_the_first_score_take_no_rows_of_the_bound() -> None:
     world.finish()
     check_scores(world)
     assert world.runner.steps == [[(0, 32)], [(32, 1)]]
-
-
-def test_a_scored_request_resumes_with_all_of_its_kv() -> None:
-    config = EngineConfig(max_sequences=4, max_batch_tokens=100, prefill_chunk=64)
-    world = world_of("plain", 100, config)
-    request = ask(world, PROMPT, GREEDY.but(prompt_logprobs=1, max_tokens=9))
-    for _ in range(5):
-        world.step()
-    world.core.scheduler.preempt(request)
-    world.finish()
-    check_scores(world)
-    assert world.core.counters.recomputed_tokens == 0
 
 
 @pytest.mark.parametrize("row", [3, 20, 29])
