@@ -247,11 +247,11 @@ class BlockTable:
     The lock on its deepest node alone protects the earlier ones. That node ends in block `own`, or before it.
     """
 
-    __slots__ = ("_shared", "blocks", "own")
+    __slots__ = ("_pool", "_shared", "blocks", "own")
 
     def __init__(self, shared: SharedBlocks, blocks: array[int], node: Node) -> None:
         """Take `blocks`, the table of the path of a held node, at whose end the sequence is."""
-        self._shared, self.blocks = shared, blocks
+        self._shared, self._pool, self.blocks = shared, shared.pool, blocks
         self.own, part = divmod(node.end, shared.pool.block_size)
         if part:
             shared.pool.share(blocks[-1], idle=False, sole_idle=False, sole_node=node)
@@ -259,34 +259,32 @@ class BlockTable:
     def fork(self) -> BlockTable:
         """Return the table of another sequence with the same blocks. O(blocks)."""
         for block in self.blocks[self.own :]:
-            self._shared.pool.share(block, idle=False, sole_idle=False)
+            self._pool.share(block, idle=False, sole_idle=False)
         twin = copy(self)
         twin.blocks = self.blocks[:]
         return twin
 
-    def missing(self, node: Node, start: int, end: int) -> tuple[int, int]:
-        """Return how many more blocks the tokens [start, end) take, and the block to copy first, or -1.
+    def reserve(self, node: Node, start: int, end: int) -> tuple[int, int]:
+        """Reserve the slots of the tokens [start, end), unless they take more blocks.
 
-        The last block is copied unless its next slot is its fill mark, or its only other owners are nodes from `node`,
-        the deepest one, upward.
+        Returns how many more they take, for `grow`, and the block to copy first, or -1. The last block is copied unless
+        its next slot is its fill mark, or its only other owners are nodes from `node`, the deepest one, upward.
         """
-        pool, blocks = self._shared.pool, self.blocks
-        need, offset = -(-end // pool.block_size) - len(blocks), start % pool.block_size
+        pool, blocks = self._pool, self.blocks
+        size = pool.block_size
+        need, offset = -(-end // size) - len(blocks), start % size
         if offset:
             last = blocks[-1]
-            if offset != pool.fill.get(last, pool.block_size):
-                entry = pool.shared.get(last)
-                above = () if entry is None else self._shared.owners_above(node, last, start // pool.block_size)
-                if entry is not None and entry.owners != 1 + len(above):
-                    return need + 1, last
+            entry = pool.shared.get(last) if offset != pool.fill.get(last, size) else None
+            if entry and entry.owners != 1 + len(self._shared.owners_above(node, last, start // size)):
+                return need + 1, last
+        if not need:
+            pool.reserve(blocks[-1], end % size or size)
         return need, -1
 
     def grow(self, start: int, end: int, need: int, source: int) -> None:
-        """Reserve the slots of the tokens [start, end), and take `need` free blocks; see `missing`."""
-        pool, blocks, rest = self._shared.pool, self.blocks, end % self._shared.pool.block_size
-        if not need:
-            pool.reserve(blocks[-1], rest or pool.block_size)
-            return
+        """Take the `need` free blocks that `reserve` returned for these tokens, and reserve their slots."""
+        pool, blocks, rest = self._pool, self.blocks, end % self._pool.block_size
         new = pool.take(need)
         if source >= 0:
             blocks[-1] = new.pop(0)
@@ -298,7 +296,7 @@ class BlockTable:
 
     def slots(self, start: int, end: int) -> npt.NDArray[np.int64]:
         """Return the flat slots of the tokens [start, end)."""
-        pool, size = self._shared.pool, self._shared.pool.block_size
+        pool, size = self._pool, self._pool.block_size
         if end - start == 1:
             return np.array((self.blocks[-1] * size + start % size,), np.int64)
         first, offset = divmod(start, size)
@@ -315,7 +313,7 @@ class BlockTable:
 
         The sequence keeps a reference to its part-filled last block only.
         """
-        pool = self._shared.pool
+        pool = self._pool
         self.own, part = divmod(end, pool.block_size)
         if owned:  # this block is full now: the node's reference is enough
             pool.release(blocks[0], idle=False)
@@ -328,7 +326,7 @@ class BlockTable:
 
     def follow(self, theirs: array[int], end: int) -> None:
         """Use the full blocks of others, from our own ones up to token `end`, in place of ours."""
-        full = end // self._shared.pool.block_size
+        full = end // self._pool.block_size
         mine = self.blocks[self.own : full]
         self.blocks[self.own : full] = theirs[: full - self.own]
         self._shared.release_run(mine)
@@ -343,18 +341,18 @@ class BlockTable:
 
     def cut(self, length: int, end: int, *, reserved: bool) -> None:
         """Drop the blocks of the tokens [length, end), whose slots are written next unless they stay `reserved`."""
-        pool, slots = self._shared.pool, length % self._shared.pool.block_size
+        pool, slots = self._pool, length % self._pool.block_size
         self.release(-(-length // pool.block_size))
         if slots and not reserved:
             pool.unreserve(self.blocks[-1], min(end - length + slots, pool.block_size), slots)
 
     def return_to(self, node: Node, length: int) -> None:
         """Drop the blocks of later tokens, none of which it references any more: `node`, which ends here, is held."""
-        self.own, part = divmod(length, self._shared.pool.block_size)
+        self.own, part = divmod(length, self._pool.block_size)
         del self.blocks[self.own :]
         if part:
             self.blocks.append(node.blocks[-1])
-            self._shared.pool.share(node.blocks[-1], idle=False, sole_idle=False, sole_node=node)
+            self._pool.share(node.blocks[-1], idle=False, sole_idle=False, sole_node=node)
 
 
 def _pick_copy(node: Node, *, locked: bool) -> Node | None:

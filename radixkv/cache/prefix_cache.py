@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Hashable
 from functools import partial
 from random import Random
-from typing import NamedTuple
 
 import numpy as np
 
@@ -27,22 +26,12 @@ from radixkv.cache.pins import Pin
 from radixkv.cache.policies import new_index
 from radixkv.cache.recurrent.row import RowState
 from radixkv.cache.recurrent.slots import StateSlots
-from radixkv.cache.recurrent.snapshots import Snapshots, Spacing
+from radixkv.cache.recurrent.snapshots import Spacing
 from radixkv.cache.sequence import Sequence
 from radixkv.cache.state import CacheState
 from radixkv.cache.tokens import WIDTH, Tokens, as_bytes, check_int, refuse_negative
 from radixkv.cache.types import PURPOSES, CachedRun, CacheStats, Explanation, Match, Node, Purpose
 from radixkv.errors import InvalidInput
-
-
-class Asked(NamedTuple):
-    """A text to open, as bytes, and the most tokens of it to hold."""
-
-    raw: bytes
-    namespace: Hashable
-    limit: int
-    priority: int
-    purpose: Purpose
 
 
 class PrefixCache:
@@ -318,64 +307,82 @@ class PrefixCache:
             check_int("priority", priority)
         if purpose not in PURPOSES:
             raise InvalidInput(f"purpose={purpose!r}: allowed are {', '.join(PURPOSES)}")
-        found = self._find(raw, namespace, limit)
-        asked = Asked(
-            raw, namespace, len(raw) // WIDTH if limit is None else min(len(raw) // WIDTH, limit), priority, purpose
-        )
+        space, node, matched = self._find(raw, namespace, limit)
+        most = len(raw) // WIDTH if limit is None else min(len(raw) // WIDTH, limit)
         if self.state.snapshots is not None and purpose != "audit":
-            return self._open_with_state(asked, self.state.snapshots, *found)
-        return self._open(asked, *found)
+            return self._open_with_state(raw, namespace, most, priority, purpose, space, node, matched)
+        return self._open(raw, namespace, most, priority, purpose, space, node, matched)
 
     def _open(
-        self, asked: Asked, space: Namespace | None, node: Node | None, matched: int, row: RowState | None = None
+        self,
+        raw: bytes,
+        namespace: Hashable,
+        limit: int,
+        priority: int,
+        purpose: Purpose,
+        space: Namespace | None,
+        node: Node | None,
+        matched: int,
+        row: RowState | None = None,
     ) -> Sequence:
         """Open a sequence on the first `matched` bytes of a text, which end in `node`, with the `row` of its state.
 
         Without `node` make the root, and without `space` the namespace.
         """
-        state, requested = self.state, asked.purpose == "request"
+        state, requested = self.state, purpose == "request"
         tree = state.tree
-        space = tree.add_namespace(asked.namespace) if space is None else space
+        space = tree.add_namespace(namespace) if space is None else space
         node = tree.add_root(space) if node is None else node
-        length, rest, ghost_owner = matched // WIDTH, asked.raw[matched : asked.limit * WIDTH], node.ghost_owner
+        length, rest, ghost_owner = matched // WIDTH, raw[matched : limit * WIDTH], node.ghost_owner
         if requested:
-            state.counters.query_tokens += len(asked.raw) // WIDTH
+            state.counters.query_tokens += len(raw) // WIDTH
             state.counters.hit_tokens += length
             if rest:
-                self.state.count_regret(node, ghost_owner, length, rest)
-        node = tree.ending_at(node, length)
+                state.count_regret(node, ghost_owner, length, rest)
+        if length < node.end:
+            node = tree.ending_at(node, length)
         path = tree.path(node)
         tree.hold(node)
         sequence = Sequence(state, node, length, BlockTable(tree.shared, tree.joined(path), node), row)
-        sequence.namespace, sequence.priority = asked.namespace, asked.priority
-        sequence.purpose, sequence.asked = asked.purpose, len(asked.raw) // WIDTH
-        if asked.purpose != "audit":
+        sequence.namespace, sequence.priority = namespace, priority
+        sequence.purpose, sequence.asked = purpose, len(raw) // WIDTH
+        if purpose != "audit":
             if node.parent is not None:
                 if node.demoted:
                     tree.undo_demote(node)
                 state.index.touch(node)
                 node.hits += requested
-                if asked.priority > node.priority:
-                    node.priority = asked.priority
+                if priority > node.priority:
+                    node.priority = priority
             sequence.policy_data = state.index.open(tree, node, ghost_owner, rest, requested)
         for call in state.events.opened:
             call(sequence, path)
         return sequence
 
     def _open_with_state(
-        self, asked: Asked, snapshots: Snapshots, space: Namespace | None, node: Node | None, found: int
+        self,
+        raw: bytes,
+        namespace: Hashable,
+        limit: int,
+        priority: int,
+        purpose: Purpose,
+        space: Namespace | None,
+        node: Node | None,
+        found: int,
     ) -> Sequence:
         """Open a sequence at the last snapshot before the end of the cached KV: `found` bytes, which end in `node`."""
-        row = RowState(snapshots, len(asked.raw) // WIDTH)
-        matched, requested = found // WIDTH, asked.purpose == "request"
+        snapshots = self.state.snapshots
+        assert snapshots is not None
+        row = RowState(snapshots, len(raw) // WIDTH)
+        matched, requested = found // WIDTH, purpose == "request"
         last = snapshots.last(node, matched)
         branches = node is not None and (matched < node.end or bool(node.children))
         owner = node.ghost_owner if node is not None else None if space is None else space.number
         top, position = (self.state.tree.find_root(space), 0) if last is None else (last.node, last.position)
-        sequence = self._open(asked, space, top, position * WIDTH, row)
-        row.begin(last, matched, counts=requested, diverged=matched < asked.limit, branches=branches)
-        if requested and matched < asked.limit and owner is not None:
-            self.state.count_regret(node, owner, matched, asked.raw[found : asked.limit * WIDTH])
+        sequence = self._open(raw, namespace, limit, priority, purpose, space, top, position * WIDTH, row)
+        row.begin(last, matched, counts=requested, diverged=matched < limit, branches=branches)
+        if requested and matched < limit and owner is not None:
+            self.state.count_regret(node, owner, matched, raw[found : limit * WIDTH])
         return sequence
 
     def pin(self, tokens: Tokens, namespace: Hashable = None, ttl: float | None = None) -> Pin:

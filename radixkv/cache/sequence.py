@@ -143,11 +143,12 @@ class Sequence:
         table, start = self._table, self.length
         end, source = start + len(raw) // WIDTH, -1
         if raw:
-            need, source = table.missing(self.node, start, end)
-            if need > len(self._state.pool.free):
-                self._state.make_room(need)
-            table.grow(start, end, need, source)
-        copies = list[tuple[int, int]]()
+            need, source = table.reserve(self.node, start, end)
+            if need:
+                if need > len(self._state.pool.free):
+                    self._state.make_room(need)
+                table.grow(start, end, need, source)
+        copies: list[tuple[int, int]] = []
         if source >= 0:
             copies.append((source, table.blocks[start // self._state.pool.block_size]))
             self._state.counters.copied_blocks += 1
@@ -183,10 +184,13 @@ class Sequence:
         room = len(table.blocks) * pool.block_size - start + max(len(pool.free) - spare, 0) * pool.block_size
         raw = raw[: room * WIDTH]
         end = start + len(raw) // WIDTH
-        need, source = table.missing(self.node, start, end)
-        if self._forked or source >= 0 or not raw:
+        if self._forked or not raw:
             return plan
-        table.grow(start, end, need, source)
+        need, source = table.reserve(self.node, start, end)
+        if source >= 0:
+            return plan
+        if need:
+            table.grow(start, end, need, source)
         self._planned = planned + raw
         return plan._replace(slots=table.slots(self.length, end))
 

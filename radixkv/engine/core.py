@@ -310,7 +310,9 @@ class Core:
         At depth 1 it is launched, and the preceding step is finished. Raises DeviceLost if the device computes nothing
         more, and no other error.
         """
-        begun, work, launched = time.perf_counter(), list[Work](), list[Flight]()
+        begun = time.perf_counter()
+        work: list[Work] = []
+        launched: list[Flight] = []
         try:
             if self.deadlines.heap:
                 self._end_overdue()

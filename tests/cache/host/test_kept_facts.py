@@ -1,6 +1,9 @@
 """What runs keep when they move between the tiers: recency, priority, hits, ghosts; and which holds a load has."""
 
+import pytest
+
 from radixkv.cache import Hint, PrefixCache
+from radixkv.errors import PrefixHeld
 from tests.cache.host.test_host_tier import A, B, load, put, reach, run_moves
 
 C = list(range(300, 332))
@@ -106,3 +109,20 @@ def test_text_that_diverges_inside_a_host_run_causes_no_regret() -> None:
     assert cache.stats().regret_tokens == 0
     cache.open(A).close()
     assert cache.stats().regret_tokens == 16
+
+
+def test_a_load_holds_tokens_below_text_that_was_published_meanwhile() -> None:
+    cache = PrefixCache(16, 4, host_blocks=16)
+    put(cache, A)
+    cache.evict(16)
+    run_moves(cache)
+    assert reach(cache, A) == (0, 32)
+    with cache.open(A) as sequence:
+        sequence.load(A)
+        put(cache, A[:16])  # the rest of the host run hangs below this text now
+        assert reach(cache, A) == (16, 16)
+        with pytest.raises(PrefixHeld, match="tokens from 8 on are being loaded"):
+            cache.discard(A, start=8)
+        sequence.commit()
+        cache.check()
+    assert reach(cache, A) == (32, 0)
