@@ -10,7 +10,6 @@ Nodes share a block where they meet inside it. They lie on one path, and the ent
 from __future__ import annotations
 
 from array import array
-from copy import copy
 from dataclasses import dataclass
 from typing import cast
 
@@ -260,8 +259,8 @@ class BlockTable:
         """Return the table of another sequence with the same blocks. O(blocks)."""
         for block in self.blocks[self.own :]:
             self._pool.share(block, idle=False, sole_idle=False)
-        twin = copy(self)
-        twin.blocks = self.blocks[:]
+        twin = object.__new__(BlockTable)  # `copy` takes 4 us
+        twin._shared, twin._pool, twin.blocks, twin.own = self._shared, self._pool, self.blocks[:], self.own
         return twin
 
     def reserve(self, node: Node, start: int, end: int) -> tuple[int, int]:
