@@ -3,6 +3,8 @@
 By default they are fixed: the same in every run and in every process, with any set of imported modules.
 `RADIXKV_SEED=N` draws fresh examples from that seed (`make test-all` does), and a failure then prints how to keep the
 example.
+
+With `RADIXKV_LONG_UNTIL=T`, in Unix seconds, tests marked `long` run last, and begin until T only.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import atexit
 import gc
 import os
 import signal
+import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
     from tests.virtual_gpu import VirtualGpu
 
 SEED = os.environ.get("RADIXKV_SEED", "")
+UNTIL = os.environ.get("RADIXKV_LONG_UNTIL", "")
+OUT_OF_TIME = "no time is left for tests that are marked long"
 KEEP = f"""\
 The examples of this run were fresh, drawn from seed {SEED}: `make test-all SEED={SEED}` repeats it.
 Keep each find as a fixed example, so that `make test` fails, too, until the fault is fixed:
@@ -73,6 +78,19 @@ def pytest_collect_file(file_path: Path) -> Generator[None, list[pytest.Collecto
     return [each for each in (yield) if not (file_path.name.startswith("test_") and isinstance(each, DoctestModule))]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put long tests last if there may be no time for all of them."""
+    if UNTIL:
+        items.sort(key=lambda item: item.get_closest_marker("long") is not None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a long test that would begin too late."""
+    if UNTIL and time.time() > float(UNTIL) and item.get_closest_marker("long"):
+        pytest.skip(OUT_OF_TIME)
+
+
 @pytest.fixture
 def virtual_gpu() -> Iterator[VirtualGpu]:
     """Install a simulated GPU, and check at the end that no mistake was found; see `tests.virtual_gpu`."""
@@ -85,7 +103,10 @@ def virtual_gpu() -> Iterator[VirtualGpu]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print after failures with fresh examples how to keep them."""
+    """Print how many long tests were left out, and after failures with fresh examples, how to keep them."""
+    skipped = [str(each.longrepr) for each in terminalreporter.stats.get("skipped", ())]
+    if late := sum(OUT_OF_TIME in reason for reason in skipped):
+        terminalreporter.write_line(f"Not run, since {OUT_OF_TIME}: {late}. `make test-all` runs all.")
     if SEED and terminalreporter.stats.get("failed"):
         terminalreporter.section("fresh examples")
         terminalreporter.write_line(KEEP)
