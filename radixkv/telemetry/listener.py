@@ -114,6 +114,7 @@ class Listener:
             if self.path is None or not is_claimed(self.path):
                 if self._accepts_unix is not None:
                     self._accepts_unix.cancel()
+                    self._accepts_unix = None
                 self._close_unix()
                 self.path = None
                 self._bind()
