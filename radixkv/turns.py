@@ -5,13 +5,16 @@ computed, prompts and replies. A group that begins to wait starts at the lowest 
 at the count of the group that was admitted last. So it cannot save up turns while it is idle. The idea is the virtual
 token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024).
 
-While several groups have requests, each one gets at most half of the streams, so another group never waits for long.
+While several groups have requests, each one gets at most half of the streams. A group that comes later waits for a
+stream to end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
+
+from radixkv.telemetry.records import NamespaceId
 
 _KEPT = 1024  # groups whose counts are kept, if they are more than twice the groups that have requests
 
@@ -28,11 +31,13 @@ class Group:
 
 
 def group_key(namespace: Hashable) -> Hashable:
-    """Return the namespace that names the group: the first item of a tuple.
+    """Return the namespace that names the group: the first item of a tuple, or the `turn` of a named namespace.
 
     >>> group_key(("ann", "mail")), group_key("ben"), group_key(None)
     (('ann',), 'ben', None)
     """
+    if isinstance(namespace, NamespaceId):
+        return namespace.turn or namespace
     return namespace[:1] if isinstance(namespace, tuple) else namespace
 
 

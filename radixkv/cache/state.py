@@ -1,6 +1,6 @@
 """The parts of one cache, which its facade and its sequences share: pool, tree, index, pins, counters, sequences.
 
-`host` and `snapshots` are the optional ones. Shares are a part of the pool and of the index.
+`host` and `snapshots` are the optional ones.
 
 Sequences take free blocks from the pool, after `make_room` has evicted where there were too few. They add themselves to
 `open`, and remove themselves when they are closed.
