@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+T = TypeVar("T")
 _KEY = "figure"  # of the metadata of a field
 
 
@@ -56,6 +57,13 @@ def figures(record: type) -> Iterator[tuple[str, Figure]]:
     for each in fields(record):
         if (figure := each.metadata.get(_KEY)) is not None:
             yield each.name, replace(figure, metric=figure.metric or each.name)
+
+
+def described(record: type[T]) -> type[T]:
+    """Add the meaning of each figure to the docstring of a record class."""
+    lines = (f"    {name}: {figure.help}" for name, figure in figures(record))
+    record.__doc__ = "\n".join([record.__doc__ or "", *lines])
+    return record
 
 
 class Counts(SimpleNamespace):

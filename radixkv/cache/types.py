@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from radixkv.cache.namespaces import Namespace
 from radixkv.cache.reuse import Reuse
-from radixkv.figures import counter, gauge
+from radixkv.figures import counter, described, gauge
 from radixkv.sizing.recurrent_state import StateStep
 
 # A request; a request that comes back after it was preempted; a reader of cached KV that must leave no trace.
@@ -155,6 +155,7 @@ class Explanation:
 _BLOCKS = "Blocks of the pool: free, cached (evictable) or held by requests"
 
 
+@described
 @dataclass(frozen=True, slots=True)
 class CacheStats:
     """The cache at one moment. Figures of options that are off are 0."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from radixkv.figures import counter, gauge
+from radixkv.figures import counter, described, gauge
 
 BATCH = 64
 """Blocks of a transaction."""
@@ -25,6 +25,7 @@ SCRATCH = 16
 _ROW = 512  # bytes of a record in the index without its tokens
 
 
+@described
 @dataclass(frozen=True, slots=True)
 class DiskStats:
     """A folder of records at one moment. Counters begin when the engine is loaded."""

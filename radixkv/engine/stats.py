@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from radixkv.cache import CacheStats
 from radixkv.disk import NO_DISK, DiskStats
-from radixkv.figures import Counts, counter, gauge
+from radixkv.figures import Counts, counter, described, gauge
 
 DRAFT_SOURCES = ("tree", "past", "own", "prediction")
 """The sources of drafts, by which drafted and accepted tokens are counted."""
@@ -20,6 +20,7 @@ _LOOKUPS = "Admitted prompts by miss reason"
 _MISSED = "Computed prompt tokens, by miss reason"
 
 
+@described
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """One moment of an engine: `waiting` and `running` requests now, all other numbers since it was loaded.
