@@ -169,7 +169,8 @@ def test_a_recording_in_progress_ends_after_a_whole_frame(tmp_path: Path) -> Non
 def ended(number: int) -> Any:
     stream = SimpleNamespace(output_length=1, finish_reason="stop")
     prompt = np.arange(40, dtype=np.int32)
-    return SimpleNamespace(streams=[stream], submitted=0.0, prompt=prompt, namespace=None, session=number)
+    reported = SimpleNamespace(submitted=0.0)
+    return SimpleNamespace(streams=[stream], reported=reported, prompt=prompt, namespace=None, session=number)
 
 
 @pytest.mark.long

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence as SequenceOf
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -30,10 +30,12 @@ def as_bytes(tokens: Any) -> bytes:
     Ids >= 2**31 and values other than ints raise InvalidTokens; `refuse_negative` finds negative ids.
     """
     kind = type(tokens)
-    if kind is array and tokens.typecode == "i":
-        return cast("bytes", tokens.tobytes())
-    if kind is np.ndarray:
-        return cast("bytes", tokens.tobytes()) if tokens.dtype is _INT32 and tokens.ndim == 1 else _from_array(tokens)
+    is_array = kind is np.ndarray
+    if (is_array and tokens.dtype is _INT32 and tokens.ndim == 1) or (kind is array and tokens.typecode == "i"):
+        raw: bytes = tokens.tobytes()
+        return raw
+    if is_array:
+        return _from_array(tokens)
     return _from_ints(tokens) if kind is list else _from_any(tokens)
 
 

@@ -462,7 +462,7 @@ class Core:
     def _end_overdue(self) -> None:
         """End the requests whose deadline has passed."""
         for request in self.deadlines.overdue():
-            waited = time.perf_counter() - request.submitted
+            waited = time.perf_counter() - request.reported.submitted
             self.cancel(request, RequestTimedOut(f"the request did not finish in time: {waited:.3g} s have passed"))
 
     def _preempt(self, request: Request) -> None:

@@ -94,7 +94,7 @@ class LastRows:
         rows: list[Row] = []
         for row, each in enumerate(work):
             request, end = each.stream.request, each.start + len(each.tokens)
-            if not each.samples or request.channel.ended:
+            if end < len(each.stream.tokens) or not request.max_tokens or request.channel.ended:
                 continue
             try:
                 for stream in request.replies.drawing(each.stream):

@@ -38,7 +38,7 @@ from radixkv.engine.request import (
     TokenIds,
     derive_seed,
 )
-from radixkv.engine.request_facts import NO_ORIGIN, Origin, PromptParts
+from radixkv.engine.request_facts import NO_ORIGIN, Origin, PromptParts, Reported
 from radixkv.engine.scores import NO_SCORES, PromptScores, Scores
 from radixkv.engine.speculation import DraftedTokens
 from radixkv.engine.text_stream import decoder
@@ -225,7 +225,7 @@ class InputProcessor:
             channel=OutputChannel(MAX_UNREAD * params.n * params.beam_width),
             origin=origin if session is None else replace(origin, session=session),
             parts=parts if sample else PromptParts(len(ids), *parts[1:]),
-            submitted=submitted,
+            reported=Reported(submitted),
             scores=scores if params.prompt_logprobs is None else self._scores(ids, 1, params.prompt_logprobs),
             deadline=None if timeout is None else submitted + timeout,
         )

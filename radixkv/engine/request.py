@@ -16,7 +16,6 @@ from collections.abc import Callable, Hashable, Mapping
 from collections.abc import Sequence as SequenceOf
 from copy import copy
 from dataclasses import dataclass, field, replace
-from math import inf
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
@@ -29,7 +28,6 @@ from radixkv.engine.request_facts import NO_ORIGIN, WHOLE, Origin, PromptParts, 
 from radixkv.engine.scores import NO_SCORES, Scores
 from radixkv.engine.text_stream import Decode, TextStream
 from radixkv.errors import PrefixGone
-from radixkv.turns import Group
 
 if TYPE_CHECKING:
     from radixkv.sampling.params import Candidates, SamplingParams, TokenLogprobs
@@ -192,7 +190,7 @@ class Request:
     `deadline` is in seconds of time.perf_counter. `parts` are lengths in the prompt. `replies` says how many streams
     continue the prompt, and how. `scores` are the scores of the prompt's tokens.
 
-    `origin` names its sender, for observers. `scheduling` is set by the scheduler, `queued` by the wait queue, and
+    `origin` names its sender, for observers. `scheduling` is set by the scheduler and the wait queue, and
     `reported` is what only reports read.
     """
 
@@ -206,26 +204,18 @@ class Request:
     priority: int = 0
     deadline: float | None = None
     channel: OutputChannel = field(default_factory=OutputChannel)
-    submitted: float = field(default_factory=time.perf_counter)
     streams: list[Stream] = field(default_factory=list)
     origin: Origin = NO_ORIGIN
     parts: PromptParts = WHOLE
     replies: Replies = field(default_factory=Samples)
     scores: Scores = NO_SCORES
     scheduling: Scheduling = field(default_factory=Scheduling)
-    queued: Queued = field(default_factory=lambda: Queued())
     reported: Reported = field(default_factory=Reported)
 
     @property
     def session(self) -> int | None:
         """The number of its conversation."""
         return self.origin.session
-
-    @property
-    def rank(self) -> tuple[int, bool, int]:
-        """The sort key of requests: a higher priority, then a preempted request, then an earlier arrival."""
-        scheduling = self.scheduling
-        return -self.priority, not scheduling.preemptions, scheduling.number
 
     @property
     def live(self) -> list[Stream]:
@@ -271,26 +261,6 @@ class Request:
         except BaseException:
             sequence.close()
             raise
-
-
-@dataclass(slots=True)
-class Queued:
-    """The facts that the wait queue keeps of a request, also while it runs."""
-
-    group: Group = field(default_factory=Group)  # that takes turns with others
-    overtaken_at: float = inf  # when a later request was first admitted before it
-    prefix_wait: PrefixWait | None = None  # the wait for a shared prefix
-    waited_enough: bool = False  # it waits for no prefix any more
-
-
-@dataclass(frozen=True)
-class PrefixWait:
-    """A wait until `leader` has computed `shared` tokens, or until step `until`; `cached` tokens were cached before."""
-
-    leader: Request
-    shared: int
-    until: int
-    cached: int
 
 
 class Stream:
@@ -413,8 +383,8 @@ class Stream:
             cached_tokens=counts.cached_tokens,
             computed_tokens=counts.computed_tokens,
             output_tokens=len(output),
-            ttft_s=first - request.submitted,
-            total_s=times.finished - request.submitted,
+            ttft_s=first - request.reported.submitted,
+            total_s=times.finished - request.reported.submitted,
             preemptions=request.scheduling.preemptions,
             recomputed_tokens=counts.recomputed_tokens,
             host_tokens=counts.host_tokens,
@@ -424,7 +394,7 @@ class Stream:
         logprobs = tuple(self.logprobs) if self.logprobs else None
         text = self.text
         return Completion(
-            text.text,
+            "".join(text.released),
             output,
             self.finish_reason,
             usage,

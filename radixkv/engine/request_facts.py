@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+import time
+from dataclasses import dataclass, field
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple
 
 from radixkv.cache import Explanation
+from radixkv.turns import Group
+
+if TYPE_CHECKING:
+    from radixkv.engine.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +50,27 @@ class PromptParts(NamedTuple):
 WHOLE = PromptParts()
 
 
+@dataclass(frozen=True)
+class PrefixWait:
+    """A wait until `leader` has computed `shared` tokens, or until step `until`; `cached` tokens were cached before."""
+
+    leader: Request
+    shared: int
+    until: int
+    cached: int
+
+
+@dataclass(slots=True)
+class Queued:
+    """The facts that the wait queue keeps of a request, also while it runs."""
+
+    group: Group = field(default_factory=Group)  # that takes turns with others
+    rank: tuple[int, bool, int] = (0, True, 0)  # sorts by priority, then preempted requests first, then by arrival
+    overtaken_at: float = inf  # when a later request was first admitted before it
+    prefix_wait: PrefixWait | None = None  # the wait for a shared prefix
+    waited_enough: bool = False  # it waits for no prefix any more
+
+
 @dataclass(slots=True)
 class Scheduling:
     """The facts that the scheduler sets on a request."""
@@ -53,12 +80,14 @@ class Scheduling:
     preemptions: int = 0
     guaranteed: bool = False  # all blocks that it may need were promised to it
     publish_late: bool = False  # it publishes nothing until a stream ends, which takes no block beyond its own
+    queued: Queued = field(default_factory=Queued)
 
 
 @dataclass(slots=True)
 class Reported:
     """The facts of a request that only counters and observers read."""
 
+    submitted: float = field(default_factory=time.perf_counter)
     counted: bool = False  # its prompt is in the engine's counters
     coalesced: bool = False  # it hit more after a wait for a shared prefix
     started_at: float | None = None  # the time of its first admission

@@ -20,6 +20,7 @@ import logging
 from array import array
 from bisect import insort
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -130,10 +131,10 @@ class Scheduler:
         """Take out a request, waiting or running, and free its blocks."""
         if request in self.running:
             self.running.remove(request)
-            self.waiting.turns.leave(request.queued.group)
+            self.waiting.turns.leave(request.scheduling.queued.group)
         elif request in self.waiting:
             self.waiting.remove(request)
-            self.waiting.turns.leave(request.queued.group)
+            self.waiting.turns.leave(request.scheduling.queued.group)
         for stream in request.streams:
             if stream not in self.closing:
                 if self._planned:
@@ -153,7 +154,7 @@ class Scheduler:
             return "running streams"
         first = self.waiting.first(self.running)
         if first is not head:
-            same = first is not None and first.queued.group is head.queued.group
+            same = first is not None and first.scheduling.queued.group is head.scheduling.queued.group
             return "longer hits" if same else "turn"
         return "next step" if self.admission.fits(head, self._reuse.match(head)) else "blocks"
 
@@ -225,7 +226,7 @@ class Scheduler:
                     self._planned[stream] = work
                     self._budget -= len(work.tokens)
                     self._more_rows += work.rows - 1
-                    stream.request.queued.group.tokens += len(work.tokens)
+                    stream.request.scheduling.queued.group.tokens += len(work.tokens)
                 return
             except OutOfBlocks:
                 self._free_blocks()
@@ -296,7 +297,7 @@ class Scheduler:
         if work.sources is None:
             self._budget += len(work.tokens)
             self._more_rows -= work.rows - 1
-            stream.request.queued.group.tokens -= len(work.tokens)
+            stream.request.scheduling.queued.group.tokens -= len(work.tokens)
         else:
             self._load_room += len(work.tokens)
 
@@ -405,15 +406,15 @@ class Scheduler:
             sequence.close()
             raise
         self.waiting.admit(request)
-        insort(self.running, request, key=lambda each: each.rank)
+        insort(self.running, request, key=attrgetter("scheduling.queued.rank"))
         self._admissions += 1
         request.scheduling.admitted = self._admissions
-        if request.queued.prefix_wait is not None:
-            gained = sequence.length - request.queued.prefix_wait.cached
+        if request.scheduling.queued.prefix_wait is not None:
+            gained = sequence.length - request.scheduling.queued.prefix_wait.cached
             request.reported.coalesced |= gained > 0
             self._counters.coalesced_requests += gained > 0
             self._counters.coalesced_tokens += max(gained, 0)
-            request.queued.prefix_wait = None
+            request.scheduling.queued.prefix_wait = None
         if request.scheduling.preemptions:
             self._resume_branches(request)
         return request
@@ -438,7 +439,11 @@ class Scheduler:
         missing = len(tokens) - sequence.length
         if missing <= 1:
             return None
-        miss = self._cache.explain(tokens, request.namespace, limit)
+        try:
+            miss = self._cache.explain(tokens, request.namespace, limit)
+        except Exception:  # a report costs no request
+            _log.exception("the misses of a request could not be explained")
+            return None
         return miss if missing - miss.host > 1 else None
 
     # ---- preempt and resume

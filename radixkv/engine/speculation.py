@@ -294,7 +294,7 @@ class Speculation:
         stream.sequence.truncate(work.end + right)
         if right and self._count(Work(stream, work.end, draft[:right], work.plan), True):
             stream.sequence.publish(work.end + right)
-        stream.request.queued.group.tokens += right
+        stream.request.scheduling.queued.group.tokens += right
         sent = continuation.end()
         self._length.verified(sent, accepted, continuation.tally, ended=stream.finish_reason is not None)
         self._counters.drafted(sent.source, sent.tokens, right)

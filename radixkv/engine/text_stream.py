@@ -128,18 +128,13 @@ class TextStream:
         self._stop = tuple(stop)
         self.held = ""  # characters that a stop string may begin with
         self._passed = 0  # characters at the start of `held` that came before the stream might stop
-        self._released: list[str] = []
+        self.released: list[str] = []  # the parts of the text so far
         self.stopped_by: str | None = None  # the stop string that ended the text
-
-    @property
-    def text(self) -> str:
-        """All text released so far."""
-        return "".join(self._released)
 
     def copy(self) -> TextStream:
         """Return another one with the same text that goes on independently. O(text)."""
         twin = copy(self)
-        twin._released = self._released[:]
+        twin.released = self.released[:]
         if self._detokenizer is not None:
             twin._detokenizer = self._detokenizer.copy()
         return twin
@@ -175,7 +170,7 @@ class TextStream:
         text = self.held[:length]
         self.held = "" if self.stopped_by else self.held[length:]
         self._passed = max(self._passed - length, 0)
-        self._released.append(text)
+        self.released.append(text)
         return text
 
     def _undecided(self) -> int:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import chain, islice
@@ -36,15 +36,15 @@ from sortedcontainers import SortedKeyList
 
 from radixkv.cache.announcements import Announcement
 from radixkv.config import EngineConfig
-from radixkv.engine.request import PrefixWait, Queued, Request, common_prefix
+from radixkv.engine.request import Request, common_prefix
+from radixkv.engine.request_facts import PrefixWait, Queued
 from radixkv.engine.reuse_policy import ReusePolicy
 from radixkv.engine.stats import Counters
-from radixkv.telemetry.records import NamespaceId
 from radixkv.turns import Group, Turns, group_key
 
 LOOKED_AT = 128  # requests by arrival: of one priority for "longest-prefix", and of all for announcements
 _SLACK = 8  # steps: other requests may keep a leader from its chunk for a few
-_RANK = attrgetter("rank")
+_RANK = attrgetter("scheduling.queued.rank")
 
 
 class WaitQueue:
@@ -79,9 +79,10 @@ class WaitQueue:
 
     def add(self, request: Request) -> None:
         """Queue a request that arrived or was preempted, at the place of its arrival."""
-        queued = request.queued
+        queued = request.scheduling.queued
         if not request.scheduling.admitted:
-            queued.group = self.turns.enter(_group_key(request.namespace), self._ready)
+            queued.group = self.turns.enter(group_key(request.namespace), self._ready)
+        queued.rank = (-request.priority, not request.scheduling.preemptions, request.scheduling.number)
         self._all.add(request)
         self._ready[queued.group].add(request)
         self._is_changed = True
@@ -92,7 +93,7 @@ class WaitQueue:
         self._is_changed = True
         if request in self._announced:
             self._announced.pop(request).close()
-        group = request.queued.group
+        group = request.scheduling.queued.group
         ready = self._ready[group]
         next(each for each in (ready, self._delayed, self._held) if request in each).remove(request)
         if not ready:
@@ -123,10 +124,10 @@ class WaitQueue:
         return "slow reader" if request.channel.paused else None
 
     def _withdraw(self, request: Request) -> None:
-        ready = self._ready[request.queued.group]
+        ready = self._ready[request.scheduling.queued.group]
         ready.remove(request)
         if not ready:
-            del self._ready[request.queued.group]
+            del self._ready[request.scheduling.queued.group]
 
     # ---- order
 
@@ -140,15 +141,17 @@ class WaitQueue:
         heads = [ready[0] for ready in self._ready.values()]
         if any(each.channel.paused for each in heads):
             heads = self._unpaused()
+        if not self.turns.several:
+            return self._next(heads) if heads else None
         streams = Counter[Group]()
-        for each in running if self.turns.several else ():
-            streams[each.queued.group] += 0 if each.channel.paused else each.streams_left
+        for each in running:
+            streams[each.scheduling.queued.group] += 0 if each.channel.paused else each.streams_left
         while heads:
             request = self._next(heads)
-            group = request.queued.group
+            group = request.scheduling.queued.group
             if self.turns.allows(group, request.streams_left, streams[group]):
                 return request
-            heads = [each for each in heads if each.queued.group is not group]
+            heads = [each for each in heads if each.scheduling.queued.group is not group]
         return None
 
     def _next(self, heads: list[Request]) -> Request:
@@ -157,7 +160,7 @@ class WaitQueue:
         if head.scheduling.preemptions:
             return head
         same = (each for each in heads if each.priority == head.priority)
-        turn = min(same, key=lambda each: (each.queued.group.tokens, each.scheduling.number))
+        turn = min(same, key=lambda each: (each.scheduling.queued.group.tokens, each.scheduling.number))
         return turn if self._key is None or len(self) == 1 else self._best(turn)
 
     def _unpaused(self) -> list[Request]:
@@ -167,7 +170,7 @@ class WaitQueue:
 
     def _best(self, head: Request) -> Request:
         """Return the next request of the group and the priority of `head`, which is the oldest one."""
-        ready = self._ready[head.queued.group].irange_key(head.rank, (*head.rank[:2], inf))
+        ready = self._ready[head.scheduling.queued.group].irange_key(_RANK(head), (*_RANK(head)[:2], inf))
         unpaused = (each for each in ready if not each.channel.paused)
         best: Request = min(islice(unpaused, LOOKED_AT), key=self._order)
         return best
@@ -178,26 +181,26 @@ class WaitQueue:
         return not overdue, 0 if overdue else self._key(self, request), request.scheduling.number
 
     def _is_overdue(self, request: Request) -> bool:
-        return self._now - request.queued.overtaken_at >= self._max_delay
+        return self._now - request.scheduling.queued.overtaken_at >= self._max_delay
 
     def admit(self, request: Request) -> None:
         """Take out a request that runs now, and count it for the earlier requests that could have run instead."""
         self.remove(request)
-        queued, number = request.queued, request.scheduling.number
+        queued, number = request.scheduling.queued, request.scheduling.number
         self.turns.last = queued.group
         if request.scheduling.preemptions:
             return
         others = (each for each in self._unpaused() if each.priority == request.priority)
-        older = (each.queued for each in others if each.scheduling.number < number)
+        older = (each.scheduling.queued for each in others if each.scheduling.number < number)
         self._counters.turn_admissions += any(each.group is not queued.group for each in older)
         if self._key is None:
             return
         self._counters.overdue_admissions += self._is_overdue(request)
         ready = self._ready.get(queued.group)
         if ready is not None:
-            for other in islice(ready, ready.bisect_key_left(request.rank)):
+            for other in islice(ready, ready.bisect_key_left(_RANK(request))):
                 if other.priority == request.priority and not other.channel.paused:
-                    other.queued.overtaken_at = min(other.queued.overtaken_at, self._now)
+                    other.scheduling.queued.overtaken_at = min(other.scheduling.queued.overtaken_at, self._now)
 
     def cached_length(self, request: Request) -> int:
         """Return how many tokens a request would hit now, as looked up once in a step."""
@@ -221,7 +224,7 @@ class WaitQueue:
     def release(self, request: Request) -> None:
         """Offer a request again that is held."""
         self._held.remove(request)
-        self._ready[request.queued.group].add(request)
+        self._ready[request.scheduling.queued.group].add(request)
 
     # ---- waiting for a shared prefix
 
@@ -233,7 +236,7 @@ class WaitQueue:
         if self._delayed:
             for request in self.ended_waits():
                 self._delayed.remove(request)
-                self._ready[request.queued.group].add(request)
+                self._ready[request.scheduling.queued.group].add(request)
 
     def ended_waits(self) -> list[Request]:
         """Return the requests whose prefix is cached, whose leader is gone, or whose leader took too long.
@@ -243,7 +246,7 @@ class WaitQueue:
         positions: dict[Request, int | None] = {}
         ended = []
         for request in self._delayed:
-            queued: Queued = request.queued
+            queued: Queued = request.scheduling.queued
             wait = queued.prefix_wait
             assert wait is not None
             if wait.leader not in positions:
@@ -259,7 +262,7 @@ class WaitQueue:
 
         Returns whether it does. Compares the prompt with each prompt that is being prefilled.
         """
-        if request.queued.waited_enough:
+        if request.scheduling.queued.waited_enough:
             return False
         for leader in running:
             position = _prefill_position(leader)
@@ -271,8 +274,9 @@ class WaitQueue:
             shared = self._reuse.aligned(self._reuse.kept_scores.reach(request.scores, leader.scores, shared))
             if shared > position and shared - cached >= self._min_saving:
                 steps = -(-(shared - position) // self._prefill_chunk)
-                before = cached if request.queued.prefix_wait is None else request.queued.prefix_wait.cached
-                request.queued.prefix_wait = PrefixWait(leader, shared, self._step + 2 * steps + _SLACK, before)
+                queued = request.scheduling.queued
+                before = cached if queued.prefix_wait is None else queued.prefix_wait.cached
+                queued.prefix_wait = PrefixWait(leader, shared, self._step + 2 * steps + _SLACK, before)
                 part = self._reuse.aligned(min(shared, len(request.prompt) - 1))
                 next(each for each in leader.live if each.active).sequence.snapshot_at(part, shared=True)
                 self._withdraw(request)
@@ -286,12 +290,6 @@ KEYS: dict[str, Callable[[WaitQueue, Request], int] | None] = {
     "longest-prefix": lambda queue, request: -queue.cached_length(request),
 }
 """What decides within a turn, the least first, before arrival."""
-
-
-def _group_key(namespace: Hashable) -> Hashable:
-    if isinstance(namespace, NamespaceId):
-        return namespace.turn or namespace
-    return group_key(namespace)
 
 
 def _prefill_position(leader: Request) -> int | None:

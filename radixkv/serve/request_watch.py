@@ -74,7 +74,7 @@ class RequestWatch(EngineObserver):
     def _finished(self, request: Request, replies: list[Completion]) -> None:
         usage, histograms = replies[0].usage, self.counts.histograms
         assert request.reported.started_at is not None
-        queued = request.reported.started_at - request.submitted
+        queued = request.reported.started_at - request.reported.submitted
         total = max(reply.usage.total_s for reply in replies)
         found = 2 * usage.cached_tokens >= usage.prompt_tokens
         values = {

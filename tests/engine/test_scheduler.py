@@ -72,7 +72,8 @@ def test_the_wait_for_a_neighbour_is_bounded() -> None:
     shared = tokens(100)
     leader, follower = (world.submit([*shared, tail]) for tail in (1, 2))
     world.step()
-    assert follower.queued.prefix_wait is not None and follower.queued.prefix_wait.leader is leader
+    wait = follower.scheduling.queued.prefix_wait
+    assert wait is not None and wait.leader is leader
     queue, waited = world.core.scheduler.waiting, 0
     while queue.first([]) is not follower:  # the leader makes no progress
         queue.begin_step()
@@ -92,7 +93,7 @@ def test_a_leader_that_publishes_late_delays_no_request() -> None:
     assert leader.scheduling.publish_late
     follower = world.submit([*shared, 2])
     world.step()
-    assert follower.queued.prefix_wait is None
+    assert follower.scheduling.queued.prefix_wait is None
     world.finish()
     assert is_right(leader) and is_right(follower)
 

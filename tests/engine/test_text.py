@@ -109,7 +109,7 @@ def test_text_ends_before_the_first_stop_string(text, stops):
     # The first stop string to be complete ends the text; of several complete at once, the one that begins first.
     ends = [end for end in range(len(text) + 1) if any(stop in text[:end] for stop in stops)]
     expected = text if not ends else text[: min(i for i in (text[: ends[0]].find(s) for s in stops) if i >= 0)]
-    assert shown == stream.text == expected
+    assert shown == "".join(stream.released) == expected
     assert (stream.stopped_by is not None) == bool(ends)
     if stream.stopped_by:
         assert text[len(expected) :].startswith(stream.stopped_by)
@@ -157,7 +157,7 @@ def test_a_stop_string_ends_the_text_from_the_token_with_number_min_tokens_on(pi
     else:
         shown += stream.flush()
     assert (shown, stream.stopped_by) == first_stop(pieces, stops, minimum)
-    assert shown == stream.text
+    assert shown == "".join(stream.released)
 
 
 @pytest.mark.parametrize(
@@ -236,6 +236,6 @@ def test_a_copy_of_a_text_goes_on_independently():
     for stream, rest in ((first, "éa"), (second, "éb"), (first, "b!"), (second, "ab")):
         for token in spelled(rest)[1 if rest[0] == "é" else 0 :]:
             stream.push(token)
-    assert (first.text, first.stopped_by) == ("xé", "ab!")
-    assert second.flush() == "ab" and (second.text, second.stopped_by) == ("xébab", None)
+    assert ("".join(first.released), first.stopped_by) == ("xé", "ab!")
+    assert second.flush() == "ab" and ("".join(second.released), second.stopped_by) == ("xébab", None)
     assert shown == ["x", ""]

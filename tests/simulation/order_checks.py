@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from radixkv.engine.request import PrefixWait, Request
+from radixkv.engine.request import Request
+from radixkv.engine.request_facts import PrefixWait
 from tests.simulation.scenario import Ids
 
 if TYPE_CHECKING:
@@ -73,8 +74,8 @@ class OrderChecks:
     def _prefix_waits(self) -> None:
         """A request waits for a shared prefix of at least two blocks, which a running request has."""
         for request in self.core.scheduler.waiting:
-            prefix_wait = request.queued.prefix_wait
-            if prefix_wait is None or request.queued.waited_enough:
+            prefix_wait = request.scheduling.queued.prefix_wait
+            if prefix_wait is None or request.scheduling.queued.waited_enough:
                 continue
             name = self.world.name_of(request)
             self.waited[name, prefix_wait] += self.core.scheduler.waiting.reason(request) == "shared prefix"

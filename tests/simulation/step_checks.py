@@ -227,7 +227,7 @@ class StepChecks:
         return not (
             request.scores.wanted
             or request.scheduling.preemptions
-            or request.queued.waited_enough
+            or request.scheduling.queued.waited_enough
             or self.world.customer_of(request).ask.lags
         )
 

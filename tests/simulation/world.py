@@ -29,7 +29,7 @@ from radixkv.engine.core import Core
 from radixkv.engine.input_processor import replies_of
 from radixkv.engine.namespaces import NamespaceTable
 from radixkv.engine.request import Request, Stream, TokenIds
-from radixkv.engine.request_facts import PromptParts
+from radixkv.engine.request_facts import PromptParts, Reported
 from radixkv.engine.scheduler import Work
 from radixkv.engine.scores import NO_SCORES, PromptScores, Scores
 from radixkv.engine.stats import AuditReport
@@ -300,7 +300,7 @@ class World:
             priority=ask.priority,
             deadline=None if ask.timeout is None else self.clock.now + ask.timeout,
             channel=channel,  # type: ignore[arg-type]
-            submitted=self.clock.now,
+            reported=Reported(self.clock.now),
             parts=self._parts(ask),
             replies=replies_of(
                 ask.params,

@@ -92,7 +92,7 @@ class RequestRecorder(EngineObserver):
     def added(self, request: Request) -> None:
         """Note a new request, and count it in its session."""
         self._queued[request] = None
-        self._record_session(self._sessions.began(request, request.submitted + self._offset))
+        self._record_session(self._sessions.began(request, request.reported.submitted + self._offset))
 
     @_guarded
     def opened(self, request: Request, tokens: TokenIds, limit: int, sequence: Sequence) -> None:
@@ -180,7 +180,7 @@ class RequestRecorder(EngineObserver):
     def _record(
         self, request: Request, phase: Phase, ended: float | None = None, finish: str | None = None
     ) -> RequestRecord:
-        streams, miss = request.streams, request.reported.miss
+        streams, miss, submitted = request.streams, request.reported.miss, request.reported.submitted
         first_tokens = [stream.times.first_token for stream in streams if stream.times.first_token is not None]
         return RequestRecord(
             number=request.scheduling.number,
@@ -197,7 +197,7 @@ class RequestRecorder(EngineObserver):
             output_tokens=sum(stream.output_length for stream in streams),
             preemptions=request.scheduling.preemptions,
             coalesced=request.reported.coalesced,
-            submitted=request.submitted + self._offset,
+            submitted=submitted + self._offset,
             admitted=self._dated(request.reported.started_at),
             first_token=self._dated(min(first_tokens, default=None)),
             ended=self._dated(ended),
@@ -207,7 +207,7 @@ class RequestRecorder(EngineObserver):
             waits_for=self._waits_for.get(request),
             drafted_tokens=sum(stream.counts.drafts.get("drafted_tokens", 0) for stream in streams),
             accepted_tokens=sum(stream.counts.drafts.get("accepted_tokens", 0) for stream in streams),
-            preempted_ms=tuple(round((at - request.submitted) * 1e3) for at in self._preempted.get(request, ())),
+            preempted_ms=tuple(round((at - submitted) * 1e3) for at in self._preempted.get(request, ())),
             changed_part=request.origin.changed_part,
             changed_rule=request.origin.changed_rule,
             **(_miss(miss) if miss is not None else {"miss_reason": "full" if streams and self._reuses else None}),

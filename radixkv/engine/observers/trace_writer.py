@@ -111,7 +111,7 @@ class TraceWriter(EngineObserver):
     def _facts(self, request: Request, error: Exception | None) -> _Ended:
         namespace, root = self._root(request.namespace)
         return _Ended(
-            submitted=request.submitted,
+            submitted=request.reported.submitted,
             prompt=request.prompt,
             root=root,
             namespace=namespace,
