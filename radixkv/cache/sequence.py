@@ -348,8 +348,13 @@ class Sequence:
         self._refuse_beyond("publish", length)
         if 0 <= self._unknown < length:
             self._refuse_unknown()
-        if length > self.length - len(self._tail) // WIDTH and self.purpose != "audit":
+        if length > self.node.end and self.purpose != "audit":
+            blocks, last = self._table.blocks, self.length // self._state.pool.block_size
+            planned = blocks[last:]
+            if self._planned is not None and self._source >= 0:  # it may be voided: the tree gets the source
+                blocks[last] = self._source
             self._publish(int(length))
+            blocks[last:] = planned
         if self.row_state is not None:
             self.row_state.attach(self.node)
 
@@ -454,26 +459,26 @@ class Sequence:
     # ---- publishing
 
     def _publish(self, end: int, *, hit: bool = False) -> None:
-        """Hand the tail up to token `end` to the tree: follow published nodes, then grow the held leaf or append one.
-
-        `hit` says that a request loaded it. A plan that is pending may have copied the last block, and may still be
-        voided: then the tree gets the source of the copy.
-        """
+        """Hand the tail up to `end`, loaded by a request if `hit`, to the tree: follow, then grow or append a leaf."""
         state, node, table = self._state, self.node, self._table
         tree, size, host = state.tree, state.pool.block_size, state.host
-        start = begin = self.length - len(self._tail) // WIDTH
+        start = node.end
         if node.children:
-            begin = self._follow(end)
+            self._follow(end)
             node = self.node
+        begin = node.end
         if begin < end:
-            raw, blocks = self._tail[: (end - begin) * WIDTH], table.blocks[begin // size : -(-end // size)]
-            if self._planned is not None and self._source >= 0 and -(-end // size) > self.length // size:
-                blocks[-1] = self._source
+            first = begin // size
+            raw, self._tail = self._tail, bytearray()
+            if end < self.length:
+                cut = (end - begin) * WIDTH
+                raw, self._tail = raw[:cut], raw[cut:]
             sole = node.locks == 1 and node.direct_holders == 1 and not node.children and node.parent is not None
-            owned = sole and begin % size > 0 and node.blocks[-1] == blocks[0]
-            if owned and begin // size == end // size:  # all within the part-filled block that both own
+            owned = sole and begin % size > 0 and node.blocks[-1] == table.blocks[first]
+            if owned and first == end // size:  # all within the part-filled block that both own
                 tree.lengthen(node, raw)
             else:
+                blocks = table.blocks[first : -(-end // size)]
                 if sole:
                     node.may_share_any_block |= self._forked  # first: the node above may take the new first block
                     tree.grow(node, raw, blocks)
@@ -484,23 +489,19 @@ class Sequence:
                 table.hand_over(node, blocks, end, owned=owned)
                 if not sole:
                     tree.settle_above(node)
-            del self._tail[: len(raw)]
         if self.priority > node.priority:
             node.priority = self.priority
         self._forked = self._forked and bool(self._tail)
         if host is not None and host.count:
             host.settle(node, start, hit=hit)
 
-    def _follow(self, end: int) -> int:
-        """If others published part of the tail up to token `end`, move to their nodes and use their full blocks.
-
-        Returns where the tail begins now.
-        """
+    def _follow(self, end: int) -> None:
+        """If others published part of the tail up to token `end`, move to their nodes and use their full blocks."""
         tree, held = self._state.tree, self.node
         node, matched = tree.match(held, bytes(self._tail[: (end - held.end) * WIDTH]))
-        at = held.end + matched // WIDTH
         if not matched:
-            return at
+            return
+        at = held.end + matched // WIDTH
         node = tree.ending_at(node, at)
         tree.hold(node)
         if node.demoted:
@@ -510,7 +511,6 @@ class Sequence:
         self._table.follow(tree.joined(tree.path(node, held)), at)
         tree.unhold(held)
         tree.merge(held)
-        return at
 
     # ---- helpers
 
