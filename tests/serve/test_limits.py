@@ -210,13 +210,13 @@ def test_nothing_that_cannot_fit_is_encoded(fields, monkeypatch):
 
 
 def test_a_request_may_not_take_for_ever():
-    with hosted(Settings(timeout=0.05)) as host:
+    with hosted(Settings(timeout=0.5)) as host:
         host.runner.gate = threading.Semaphore(0)
         answers = []
         asking = threading.Thread(target=lambda: answers.append(ask(host, {**CHAT, "ignore_eos": True})))
         asking.start()
         assert host.runner.began.acquire(timeout=20)
-        threading.Event().wait(0.1)  # past its deadline; it ends with the running step
+        threading.Event().wait(0.6)  # past its deadline; it ends with the running step
         host.runner.gate.release(100)
         asking.join(20)
     assert answers[0].status_code == 504 and answers[0].json()["error"]["code"] == "timeout"
