@@ -34,7 +34,7 @@ MOST = {
 A change that lowers a count lowers its number here, too. No change raises one.
 """
 
-NODES = {"product": 404_000, "tests": 534_000, "benchmarks, scripts, examples": 94_000}
+NODES = {"product": 379_060, "tests": 457_450, "benchmarks, scripts, examples": 77_760}
 """How many syntax nodes the code may have, without docstrings."""
 
 
