@@ -28,6 +28,9 @@ class EngineStats:
     A prompt counts when its first step is committed, a computed token when its step is, and a sampled token at once.
     The `missed_` tokens add up to `computed_tokens` without `decode_tokens`. Audits count nowhere else. `cache`
     includes requests that ended before their first step.
+
+    `device`, `dtype`, the backend of `attention` and the `kv_dtype` are the ones in use. `max_length` is
+    the model's context in tokens, and `kv_bytes` the size of the pool.
     """
 
     model: str
