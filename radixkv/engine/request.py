@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Mapping
 from collections.abc import Sequence as SequenceOf
 from copy import copy
 from dataclasses import dataclass, field, replace
+from math import inf
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
@@ -24,10 +25,11 @@ import numpy.typing as npt
 
 from radixkv.cache import Hint, Sequence
 from radixkv.engine.output import Chunk, Completion, FinishReason, OutputChannel, Usage
-from radixkv.engine.request_facts import NO_ORIGIN, WHOLE, Origin, PromptParts, Reported, Scheduling, StreamTimes
+from radixkv.engine.request_facts import NO_ORIGIN, WHOLE, Origin, PromptParts, Reported, StreamTimes
 from radixkv.engine.scores import NO_SCORES, Scores
 from radixkv.engine.text_stream import Decode, TextStream
 from radixkv.errors import PrefixGone
+from radixkv.turns import Group
 
 if TYPE_CHECKING:
     from radixkv.sampling.params import Candidates, SamplingParams, TokenLogprobs
@@ -179,6 +181,39 @@ class Samples:
 
 
 ONE_SAMPLE = Samples()
+
+
+@dataclass(frozen=True)
+class PrefixWait:
+    """A wait until `leader` has computed `shared` tokens, or until step `until`; `cached` tokens were cached before."""
+
+    leader: Request
+    shared: int
+    until: int
+    cached: int
+
+
+@dataclass(slots=True)
+class Queued:
+    """The facts that the wait queue keeps of a request, also while it runs."""
+
+    group: Group = field(default_factory=Group)  # that takes turns with others
+    rank: tuple[int, bool, int] = (0, True, 0)  # sorts by priority, then preempted requests first, then by arrival
+    overtaken_at: float = inf  # when a later request was first admitted before it
+    prefix_wait: PrefixWait | None = None  # the wait for a shared prefix
+    waited_enough: bool = False  # it waits for no prefix any more
+
+
+@dataclass(slots=True)
+class Scheduling:
+    """The facts that the scheduler sets on a request."""
+
+    number: int = 0  # of its arrival, from 1
+    admitted: int = 0  # number of its last admission, from 1
+    preemptions: int = 0
+    guaranteed: bool = False  # all blocks that it may need were promised to it
+    publish_late: bool = False  # it publishes nothing until a stream ends, which takes no block beyond its own
+    queued: Queued = field(default_factory=Queued)
 
 
 @dataclass(eq=False)

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from radixkv.cache import Explanation
-from radixkv.turns import Group
-
-if TYPE_CHECKING:
-    from radixkv.engine.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,39 +43,6 @@ class PromptParts(NamedTuple):
 
 
 WHOLE = PromptParts()
-
-
-@dataclass(frozen=True)
-class PrefixWait:
-    """A wait until `leader` has computed `shared` tokens, or until step `until`; `cached` tokens were cached before."""
-
-    leader: Request
-    shared: int
-    until: int
-    cached: int
-
-
-@dataclass(slots=True)
-class Queued:
-    """The facts that the wait queue keeps of a request, also while it runs."""
-
-    group: Group = field(default_factory=Group)  # that takes turns with others
-    rank: tuple[int, bool, int] = (0, True, 0)  # sorts by priority, then preempted requests first, then by arrival
-    overtaken_at: float = inf  # when a later request was first admitted before it
-    prefix_wait: PrefixWait | None = None  # the wait for a shared prefix
-    waited_enough: bool = False  # it waits for no prefix any more
-
-
-@dataclass(slots=True)
-class Scheduling:
-    """The facts that the scheduler sets on a request."""
-
-    number: int = 0  # of its arrival, from 1
-    admitted: int = 0  # number of its last admission, from 1
-    preemptions: int = 0
-    guaranteed: bool = False  # all blocks that it may need were promised to it
-    publish_late: bool = False  # it publishes nothing until a stream ends, which takes no block beyond its own
-    queued: Queued = field(default_factory=Queued)
 
 
 @dataclass(slots=True)

@@ -36,8 +36,7 @@ from sortedcontainers import SortedKeyList
 
 from radixkv.cache.announcements import Announcement
 from radixkv.config import EngineConfig
-from radixkv.engine.request import Request, common_prefix
-from radixkv.engine.request_facts import PrefixWait, Queued
+from radixkv.engine.request import PrefixWait, Queued, Request, common_prefix
 from radixkv.engine.reuse_policy import ReusePolicy
 from radixkv.engine.stats import Counters
 from radixkv.turns import Group, Turns, group_key

@@ -23,8 +23,7 @@ from radixkv import Completion, Engine, LogitsProcessor, SampleRow, SamplingPara
 from radixkv.engine import core, draft_length
 from radixkv.engine.admission import blocks_needed
 from radixkv.engine.output import Usage
-from radixkv.engine.request import Stream
-from radixkv.engine.request_facts import Scheduling
+from radixkv.engine.request import Scheduling, Stream
 from radixkv.engine.speculation import DraftedTokens
 from radixkv.engine.stats import EngineStats
 from radixkv.errors import InvalidConstraint, RequestFailed

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from radixkv.engine.request import Request
-from radixkv.engine.request_facts import PrefixWait
+from radixkv.engine.request import PrefixWait, Request
 from tests.simulation.scenario import Ids
 
 if TYPE_CHECKING:
